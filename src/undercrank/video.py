@@ -1,0 +1,572 @@
+"""Clips out and in: frames <-> files, with exact colour tags, exact frame rates and the recipe inside.
+
+A clip is `frames_FHWC`: F frames of H rows and W columns, 3 channels (red, green, blue), uint8. A file
+appears under its name only when it is complete. This is the only module that imports PyAV.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.reformatter import ColorRange, Colorspace
+from av.video.stream import VideoStream
+from PIL import Image
+
+from undercrank.images import as_numpy, unit_to_uint8
+from undercrank.records import BadInput, RunFailed
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+OnFrame: TypeAlias = Callable[[int], None]
+
+
+class BadFrames(RunFailed, ValueError):
+    """These frames are no clip; the message names the first bad frame and the remedy."""
+
+
+class NotVideo(BadInput):
+    """The file is no mp4, mov, mkv or webm with a picture track."""
+
+
+class NoRecipe(BadInput):
+    """The file holds no recipe: it was not made here, or another tool rewrote it without its metadata."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoInfo:
+    """What a video file says of itself. `width` and `height` are the file's own, before `crop`.
+
+    The colour tags are code points of ISO/IEC 23091-2: 1 is BT.709, 2 unknown. `color_range`: 0 unknown,
+    1 limited (16..235), 2 full.
+    """
+
+    width: int
+    height: int
+    num_frames: int
+    fps: Fraction
+    codec: str
+    pix_fmt: str
+    color_range: int
+    colorspace: int
+    color_primaries: int
+    color_trc: int
+
+    @property
+    def duration_s(self) -> float:
+        return float(self.num_frames / self.fps)
+
+
+# ---------------------------------------------------------------- frames
+
+
+def as_uint8(frames: Any) -> np.ndarray:
+    """Any clip as frames_FHWC uint8.
+
+    frames: a numpy array F,H,W,3; a torch tensor F,H,W,3 or F,3,H,W; a list of RGB `PIL.Image`. uint8 passes
+    unchanged (not copied). Floats are taken as 0..1 and become x * 255 rounded half to even.
+
+    Raises BadFrames: no frames; wrong shape; NaN or infinite; outside 0..1 by more than 1e-3.
+    """
+    clip = _stacked(frames) if isinstance(frames, Sequence) else frames
+    channels_last = _channels_last(clip)
+    if str(channels_last.dtype).endswith("uint8"):
+        return as_numpy(channels_last)
+    return _rounded(channels_last)
+
+
+def frames_hash(frames_FHWC: np.ndarray) -> str:
+    """SHA-256, in hex, over the shape and the bytes of a uint8 clip: equal if and only if every pixel is."""
+    if frames_FHWC.dtype != np.uint8 or frames_FHWC.ndim != 4:
+        raise BadFrames(f"no uint8 clip, but {frames_FHWC.dtype} {frames_FHWC.shape}: as_uint8 first")
+    digest = hashlib.sha256("x".join(map(str, frames_FHWC.shape)).encode() + b":")
+    for frame_HWC in frames_FHWC:
+        digest.update(frame_HWC.tobytes())
+    return digest.hexdigest()
+
+
+def _stacked(pictures: Sequence[Any]) -> np.ndarray:
+    if not pictures:
+        raise BadFrames("a clip of zero frames")
+    for index, picture in enumerate(pictures):
+        if isinstance(picture, Image.Image) and picture.mode != "RGB":
+            raise BadFrames(f"frame {index} is a {picture.mode} picture, not RGB: convert('RGB') first")
+    arrays = [as_numpy(picture) for picture in pictures]
+    for index, array in enumerate(arrays):
+        if array.shape != arrays[0].shape:
+            raise BadFrames(f"frame {index} has shape {array.shape}, frame 0 has {arrays[0].shape}")
+    return np.stack(arrays)
+
+
+def _channels_last(clip: Any) -> Any:
+    if not hasattr(clip, "shape") or not hasattr(clip, "dtype"):
+        raise BadFrames(f"a {type(clip).__name__} is no clip: give an array F,H,W,3 or a list of pictures")
+    shape = tuple(clip.shape)
+    if len(shape) != 4:
+        raise BadFrames(f"shape {shape} is no clip F,H,W,3: give one clip with its frames first")
+    if 0 in shape:
+        empty = ("frames", "rows", "columns", "channels")[shape.index(0)]
+        raise BadFrames(f"a clip of zero {empty}, shape {shape}")
+    if shape[3] == 3:
+        return clip
+    if shape[1] == 3 and hasattr(clip, "permute"):
+        return clip.permute(0, 2, 3, 1)
+    raise BadFrames(f"shape {shape} has {shape[3]} channels in its last axis, not 3 (red, green, blue)")
+
+
+def _rounded(clip_FHWC: Any) -> np.ndarray:
+    """Frame by frame, so that a long clip is never held in floats twice."""
+    frames_FHWC = np.empty(tuple(clip_FHWC.shape), np.uint8)
+    for index, frame in enumerate(clip_FHWC):
+        frame_HWC = as_numpy(frame)
+        if not np.issubdtype(frame_HWC.dtype, np.floating):
+            raise BadFrames(f"frames of {frame_HWC.dtype}: give uint8, or floats in 0..1")
+        try:
+            frames_FHWC[index] = unit_to_uint8(frame_HWC)
+        except ValueError as error:
+            raise BadFrames(f"frame {index} {error}") from error
+    return frames_FHWC
+
+
+# ---------------------------------------------------------------- sizes and rates
+
+
+def even_padding(width: int, height: int) -> tuple[int, int]:
+    """How many columns and rows (right, bottom) make this size even, as yuv420p needs: 0 or 1 each."""
+    return width % 2, height % 2
+
+
+def pad_to_even(frame_HWC: np.ndarray) -> np.ndarray:
+    """The frame with its last column and row repeated where the size is odd. Never scaled."""
+    right, bottom = even_padding(frame_HWC.shape[1], frame_HWC.shape[0])
+    return np.pad(frame_HWC, ((0, bottom), (0, right), (0, 0)), mode="edge") if right or bottom else frame_HWC
+
+
+def exact_fps(fps: Fraction | int | float) -> Fraction:
+    """Frames per second as an exact fraction. Raises BadInput for 23.976: say Fraction(24000, 1001)."""
+    if isinstance(fps, float) and not fps.is_integer():
+        raise BadInput(f"{fps} frames per second is not exact: give a fraction, as 24000/1001", field="fps")
+    rate = Fraction(fps)
+    if rate <= 0 or max(rate.numerator, rate.denominator) > 1_000_000:
+        raise BadInput(f"{fps} frames per second: give a rate above 0 with terms up to 1000000", field="fps")
+    return rate
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Coding:
+    """How pictures become a file."""
+
+    container: str
+    codec: str
+    pix_fmt: str
+    container_options: Mapping[str, str]  # movflags belong here: among the codec's options they do nothing
+    codec_options: Mapping[str, str]
+
+
+# threads=1: the number of threads changes an encoder's output, and with it the bytes of the file.
+_MASTER = _Coding(
+    container="matroska",
+    codec="ffv1",
+    pix_fmt="bgr0",
+    container_options={"fflags": "+bitexact"},  # else Matroska draws a random segment id
+    codec_options={"level": "3", "slicecrc": "1", "threads": "1"},
+)
+
+
+def _h264(crf: int) -> _Coding:
+    if not 1 <= crf <= 51:  # 0 is x264's lossless profile, which browsers do not play
+        raise BadInput(f"crf {crf}: give 1 (best) to 51; a master has every pixel exact", field="crf")
+    return _Coding(
+        container="mp4",
+        codec="libx264",
+        pix_fmt="yuv420p",
+        container_options={"movflags": "+faststart+use_metadata_tags"},
+        codec_options={"crf": str(crf), "threads": "1"},
+    )
+
+
+def write_mp4(
+    path: PathLike,
+    frames_FHWC: Any,
+    *,
+    fps: Fraction | int,
+    recipe: Mapping[str, Any],
+    title: str = "",
+    comment: str = "",
+    crf: int = 16,
+    on_frame: OnFrame | None = None,
+) -> Path:
+    """Write an mp4 that every browser plays: h264, yuv420p, BT.709 and tagged so, index first, recipe inside.
+
+    frames_FHWC: whatever `as_uint8` takes. recipe: JSON-able, kept whole; its key `crop` belongs to the file
+    and is set for odd sizes (padded to even by repeating the edge, never scaled), else removed. crf: x264's
+    quality, 1 best to 51. on_frame: called with the number of frames encoded so far; may raise to stop.
+
+    The same input gives the same bytes. The file appears under `path` only when complete; on any error
+    nothing is left, and what stood there before still does.
+
+    Raises BadFrames; BadInput for fps or crf; ValueError or TypeError for a recipe that is no JSON; OSError
+    with its errno (ENOSPC, EACCES, ...).
+    """
+    clip_FHWC, rate = as_uint8(frames_FHWC), exact_fps(fps)
+    tags = _tags(recipe_with_crop(recipe, clip_FHWC), title, comment)
+    return _write(path, map(_to_yuv420p, clip_FHWC), len(clip_FHWC), _h264(crf), rate, tags, on_frame)
+
+
+def write_master(
+    path: PathLike,
+    frames_FHWC: Any,
+    *,
+    fps: Fraction | int,
+    recipe: Mapping[str, Any],
+    title: str = "",
+    comment: str = "",
+    on_frame: OnFrame | None = None,
+) -> Path:
+    """Write the archive copy: ffv1 in Matroska, every pixel exact at any size. Else as `write_mp4`."""
+    clip_FHWC, rate = as_uint8(frames_FHWC), exact_fps(fps)
+    tags = _tags({key: value for key, value in recipe.items() if key != "crop"}, title, comment)
+    return _write(path, map(_to_bgr0, clip_FHWC), len(clip_FHWC), _MASTER, rate, tags, on_frame)
+
+
+def _write(
+    path: PathLike,
+    pictures: Iterator[av.VideoFrame],
+    num_frames: int,
+    coding: _Coding,
+    fps: Fraction,
+    tags: Mapping[str, str],
+    on_frame: OnFrame | None,
+) -> Path:
+    with appears_whole(path) as part, _as_os_errors(part):
+        _encode(part, pictures, coding, fps, tags, on_frame)
+        _refuse_incomplete(part, num_frames)
+    return Path(path)
+
+
+def _encode(
+    part: Path,
+    pictures: Iterator[av.VideoFrame],
+    coding: _Coding,
+    fps: Fraction,
+    tags: Mapping[str, str],
+    on_frame: OnFrame | None,
+) -> None:
+    with av.open(str(part), "w", format=coding.container, options=dict(coding.container_options)) as file:
+        file.metadata.update(tags)
+        stream = file.add_stream(coding.codec, rate=fps, options=dict(coding.codec_options))
+        for index, picture in enumerate(pictures):
+            if index == 0:
+                _describe(stream, picture, coding.pix_fmt)
+            picture.pts, picture.time_base = index, 1 / fps
+            file.mux(stream.encode(picture))
+            if on_frame:
+                on_frame(index + 1)
+        file.mux(stream.encode())
+
+
+def _describe(stream: VideoStream, picture: av.VideoFrame, pix_fmt: str) -> None:
+    """Size and colour. Where one of the four tags is missing, browsers guess the matrix from the height."""
+    context = stream.codec_context
+    context.width, context.height, context.pix_fmt = picture.width, picture.height, pix_fmt
+    if pix_fmt == "yuv420p":
+        context.color_range = context.colorspace = context.color_primaries = context.color_trc = _BT709
+
+
+_BT709 = 1  # the code point of BT.709 in matrix, primaries and transfer alike; as a range, 1 is "limited"
+
+
+def _to_yuv420p(frame_HWC: np.ndarray) -> av.VideoFrame:
+    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(pad_to_even(frame_HWC)), format="rgb24")
+    limited_709 = {"dst_colorspace": Colorspace.ITU709, "dst_color_range": ColorRange.MPEG}
+    return picture.reformat(format="yuv420p", **limited_709)
+
+
+def _to_bgr0(frame_HWC: np.ndarray) -> av.VideoFrame:
+    return av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24").reformat(format="bgr0")
+
+
+# ---------------------------------------------------------------- a file is whole or absent
+
+
+@contextmanager
+def appears_whole(path: PathLike) -> Iterator[Path]:
+    """Yield a hidden sibling to write to. It takes the name `path` when the block ends well, else it goes.
+
+    A reader never sees half a file under `path`, not even after a power cut or a kill.
+    """
+    final = Path(path).absolute()
+    part = final.with_name(f".{safe_stem(final.stem, 40)}.{secrets.token_hex(4)}.part{final.suffix[:8]}")
+    _refuse_target(final)
+    part.touch(exist_ok=False)  # before any work: Python's own OSError says what is wrong with the folder
+    try:
+        yield part
+        _sync(part)
+        os.replace(part, final)
+        _sync_folder(final.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _refuse_target(final: Path) -> None:
+    """A name that is too long, or a folder's, should fail now and not after the encoding."""
+    if final.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
+    with suppress(FileNotFoundError):
+        final.lstat()
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _as_os_errors(part: Path) -> Iterator[None]:
+    """FFmpeg's errors as OSError with the errno that matters: a full disk is ENOSPC, however it is worded."""
+    try:
+        yield
+    except av.FFmpegError as error:
+        code = errno.ENOSPC if _disk_is_full(part.parent) else error.errno
+        if code not in errno.errorcode:
+            raise
+        raise OSError(code, os.strerror(code), str(part)) from error
+
+
+def _disk_is_full(folder: Path) -> bool:
+    if not hasattr(os, "statvfs"):
+        return False
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize < 64 * 1024
+
+
+def _refuse_incomplete(part: Path, num_frames: int) -> None:
+    """FFmpeg does not report a write that fails in its last flush: read the packets back and count them."""
+    try:
+        complete = _num_packets(part)
+    except NotVideo:
+        complete = 0
+    if complete != num_frames:
+        code = errno.ENOSPC if _disk_is_full(part.parent) else errno.EIO
+        reason = f"{os.strerror(code)}: {complete} of {num_frames} frames reached the disk"
+        raise OSError(code, reason, str(part))
+
+
+def _num_packets(path: Path) -> int:
+    with _opened(path) as file:
+        return sum(1 for packet in file.demux(file.streams.video[0]) if packet.size and not packet.is_corrupt)
+
+
+# ---------------------------------------------------------------- the recipe
+
+
+def recipe_with_crop(recipe: Mapping[str, Any], frames_FHWC: np.ndarray) -> dict[str, Any]:
+    """The recipe as an mp4 of this clip holds it: with `crop`, the true size, only where a side is odd."""
+    height, width = frames_FHWC.shape[1:3]
+    plain = {key: value for key, value in recipe.items() if key != "crop"}
+    return plain | {"crop": {"width": width, "height": height}} if any(even_padding(width, height)) else plain
+
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_UNWRITABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+
+
+def _tags(recipe: Mapping[str, Any], title: str, comment: str) -> dict[str, str]:
+    tags = {"recipe": _to_json(recipe), "title": _printable(title), "comment": _printable(comment)}
+    return {key: value for key, value in tags.items() if value}
+
+
+def _to_json(recipe: Mapping[str, Any]) -> str:
+    """Readable UTF-8; NUL and lone surrogates, which a metadata tag cannot hold, as JSON escapes."""
+    text = json.dumps(recipe, ensure_ascii=False, allow_nan=False)
+    return _LONE_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _printable(text: str) -> str:
+    """A title is for people: what no tag can hold becomes U+FFFD. The recipe keeps the original."""
+    return _UNWRITABLE.sub("\ufffd", text)
+
+
+def read_recipe(path: PathLike) -> dict[str, Any]:
+    """The recipe inside an mp4 or mkv. Raises NoRecipe (also when it is no video), FileNotFoundError."""
+    try:
+        with _opened(path) as file:
+            return _recipe_of(file, path)
+    except NotVideo as error:
+        raise NoRecipe(str(error)) from error
+
+
+def _recipe_of(file: InputContainer, path: PathLike) -> dict[str, Any]:
+    tags = {key.lower(): value for key, value in file.metadata.items()}  # Matroska writes RECIPE
+    try:
+        recipe = json.loads(tags["recipe"])
+    except KeyError:
+        raise NoRecipe(f"{os.fspath(path)!r} holds no recipe") from None
+    except ValueError as error:
+        raise NoRecipe(f"the recipe in {os.fspath(path)!r} is no JSON: {error}") from error
+    if not isinstance(recipe, dict):
+        raise NoRecipe(f"the recipe in {os.fspath(path)!r} is no JSON object")
+    return recipe
+
+
+# ---------------------------------------------------------------- reading
+
+
+def probe(path: PathLike) -> VideoInfo:
+    """What the file says of itself, and its frames, counted. Raises NotVideo, FileNotFoundError."""
+    num_frames = _num_packets(Path(path))
+    with _opened(path) as file:
+        stream = file.streams.video[0]
+        context = stream.codec_context
+        return VideoInfo(
+            width=context.width,
+            height=context.height,
+            num_frames=num_frames,
+            fps=Fraction(stream.average_rate or stream.guessed_rate or 1),
+            codec=context.codec.name,
+            pix_fmt=context.pix_fmt or "unknown",
+            color_range=int(context.color_range),
+            colorspace=int(context.colorspace),
+            color_primaries=int(context.color_primaries),
+            color_trc=int(context.color_trc),
+        )
+
+
+def read_frames(path: PathLike) -> np.ndarray:
+    """All frames as frames_FHWC uint8: converted back by the file's own colour tags, cut to the true size.
+
+    A master comes back exactly. An mp4 is lossy: never measure fidelity on one. Raises NotVideo (also for a
+    file cut short), FileNotFoundError.
+    """
+    expected = _num_packets(Path(path))
+    with _opened(path) as file:
+        width, height = _crop_of(file, path)
+        frames = [_to_rgb(picture)[:height, :width] for picture in file.decode(video=0)]
+    if not frames or len(frames) != expected:
+        raise NotVideo(f"{os.fspath(path)!r} is broken: {len(frames)} of {expected} frames can be read")
+    return np.stack(frames)
+
+
+def _crop_of(file: InputContainer, path: PathLike) -> tuple[int | None, int | None]:
+    try:
+        crop = _recipe_of(file, path).get("crop", {})
+        return int(crop["width"]), int(crop["height"])
+    except (NoRecipe, KeyError, TypeError, ValueError):
+        return None, None
+
+
+def _to_rgb(picture: av.VideoFrame) -> np.ndarray:
+    return np.asarray(picture.to_ndarray(format="rgb24"))
+
+
+# Playlists that name other files or addresses are formats, too: only plain containers, only local files.
+_READABLE = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm", "protocol_whitelist": "file"}
+
+
+@contextmanager
+def _opened(path: PathLike) -> Iterator[InputContainer]:
+    name = str(Path(path).absolute())
+    try:
+        with av.open(name, "r", options=dict(_READABLE), metadata_errors="replace") as file:
+            if not file.streams.video:
+                raise NotVideo(f"{os.fspath(path)!r} holds no picture track")
+            yield file
+    except av.FFmpegError as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a format off the list above
+            raise OSError(error.errno, error.strerror, name) from error
+        raise NotVideo(f"{os.fspath(path)!r} is no mp4, mov, mkv or webm that can be read") from error
+
+
+# ---------------------------------------------------------------- previews
+
+
+def write_webp(path: PathLike, frames_FHWC: Any, *, fps: Fraction | int, max_width: int = 320) -> Path:
+    """An endless animated WebP for a page or a README, at most `max_width` pixels wide. Lossy, no recipe."""
+    clip_FHWC, rate = as_uint8(frames_FHWC), exact_fps(fps)
+    first, *others = (_shrunk(frame_HWC, max_width) for frame_HWC in clip_FHWC)
+    timing = {"duration": frame_durations_ms(len(clip_FHWC), rate), "loop": 0}
+    with appears_whole(path) as part:
+        first.save(part, "WEBP", save_all=True, append_images=others, quality=80, **timing)
+    return Path(path)
+
+
+def write_thumbnail(path: PathLike, frames_FHWC: Any, *, index: int = 0, max_width: int = 320) -> Path:
+    """One frame (the first) as a PNG of at most `max_width` pixels in width, whatever the path's suffix."""
+    frame_HWC = as_uint8(frames_FHWC[index:][:1])[0]
+    with appears_whole(path) as part:
+        _shrunk(frame_HWC, max_width).save(part, "PNG")
+    return Path(path)
+
+
+def frame_durations_ms(num_frames: int, fps: Fraction) -> list[int]:
+    """Whole milliseconds per frame whose running sum never drifts from the exact time by more than 0.5 ms."""
+    ends_ms = [round(index * 1000 / fps) for index in range(num_frames + 1)]
+    return [end - start for start, end in pairwise(ends_ms)]
+
+
+def _shrunk(frame_HWC: np.ndarray, max_width: int) -> Image.Image:
+    picture = Image.fromarray(np.ascontiguousarray(frame_HWC))
+    if picture.width <= max_width:
+        return picture
+    height = max(1, round(picture.height * max_width / picture.width))
+    return picture.resize((max_width, height), Image.Resampling.LANCZOS)
+
+
+# ---------------------------------------------------------------- names
+
+
+_PORTS = (f"{port}{digit}" for port in ("COM", "LPT") for digit in "0123456789\u00b9\u00b2\u00b3")
+_RESERVED = frozenset(["CON", "PRN", "AUX", "NUL", *_PORTS])
+
+
+def safe_stem(prompt: str, limit_bytes: int = 80) -> str:
+    """A file name without suffix that any system takes and a person can read: `a red ball!` -> `a-red-ball`.
+
+    Letters, digits and symbols of all scripts (emoji too) stay; everything else becomes one hyphen. At most
+    `limit_bytes` (8 or more) of UTF-8; never empty, hidden, an option (`-x`) or a name Windows reserves.
+    """
+    if limit_bytes < 8:
+        raise ValueError(f"limit_bytes is {limit_bytes}: at least 8")
+    words = re.sub("-{2,}", "-", "".join(map(_safe, unicodedata.normalize("NFC", prompt))))
+    stem = _cut(words.strip("-._"), limit_bytes) or "video"
+    return _cut(f"_{stem}", limit_bytes) if stem.partition(".")[0].upper() in _RESERVED else stem
+
+
+def _safe(char: str) -> str:
+    if char.isascii():
+        return char if char.isalnum() or char in "-_." else "-"
+    category = unicodedata.category(char)
+    if category == "Cf":
+        return ""  # joiners and direction marks: invisible, and able to make a name read as another
+    return char if category[0] in "LMNS" else "-"
+
+
+def _cut(text: str, limit_bytes: int) -> str:
+    return text.encode()[:limit_bytes].decode(errors="ignore").rstrip("-._")
