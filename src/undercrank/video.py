@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import av
 import numpy as np
-from av.container import InputContainer
+from av.container import InputContainer, OutputContainer
 from av.video.reformatter import ColorRange, Colorspace
 from av.video.stream import VideoStream
 from PIL import Image
@@ -176,18 +176,9 @@ class _Coding:
     container: str
     codec: str
     pix_fmt: str
+    picture_of: Callable[[np.ndarray], av.VideoFrame]
     container_options: Mapping[str, str]  # movflags belong here: among the codec's options they do nothing
     codec_options: Mapping[str, str]
-
-
-# threads=1: the number of threads changes an encoder's output, and with it the bytes of the file.
-_MASTER = _Coding(
-    container="matroska",
-    codec="ffv1",
-    pix_fmt="bgr0",
-    container_options={"fflags": "+bitexact"},  # else Matroska draws a random segment id
-    codec_options={"level": "3", "slicecrc": "1", "threads": "1"},
-)
 
 
 def _h264(crf: int) -> _Coding:
@@ -197,8 +188,20 @@ def _h264(crf: int) -> _Coding:
         container="mp4",
         codec="libx264",
         pix_fmt="yuv420p",
+        picture_of=_to_yuv420p,
         container_options={"movflags": "+faststart+use_metadata_tags"},
-        codec_options={"crf": str(crf), "threads": "1"},
+        codec_options={"crf": str(crf), "threads": "1"},  # more threads give other bytes
+    )
+
+
+def _ffv1() -> _Coding:
+    return _Coding(
+        container="matroska",
+        codec="ffv1",
+        pix_fmt="bgr0",
+        picture_of=_to_bgr0,
+        container_options={"fflags": "+bitexact"},  # else Matroska draws a random segment id
+        codec_options={"level": "3", "slicecrc": "1", "threads": "1"},
     )
 
 
@@ -227,7 +230,7 @@ def write_mp4(
     """
     clip_FHWC, rate = as_uint8(frames_FHWC), exact_fps(fps)
     tags = _tags(recipe_with_crop(recipe, clip_FHWC), title, comment)
-    return _write(path, map(_to_yuv420p, clip_FHWC), len(clip_FHWC), _h264(crf), rate, tags, on_frame)
+    return _write(path, clip_FHWC, _h264(crf), rate, tags, on_frame)
 
 
 def write_master(
@@ -243,27 +246,27 @@ def write_master(
     """Write the archive copy: ffv1 in Matroska, every pixel exact at any size. Else as `write_mp4`."""
     clip_FHWC, rate = as_uint8(frames_FHWC), exact_fps(fps)
     tags = _tags({key: value for key, value in recipe.items() if key != "crop"}, title, comment)
-    return _write(path, map(_to_bgr0, clip_FHWC), len(clip_FHWC), _MASTER, rate, tags, on_frame)
+    return _write(path, clip_FHWC, _ffv1(), rate, tags, on_frame)
 
 
 def _write(
     path: PathLike,
-    pictures: Iterator[av.VideoFrame],
-    num_frames: int,
+    clip_FHWC: np.ndarray,
     coding: _Coding,
     fps: Fraction,
     tags: Mapping[str, str],
     on_frame: OnFrame | None,
 ) -> Path:
-    with appears_whole(path) as part, _as_os_errors(part):
-        _encode(part, pictures, coding, fps, tags, on_frame)
-        _refuse_incomplete(part, num_frames)
-    return Path(path)
+    final = Path(path)
+    with appears_whole(final) as part, _as_os_errors(final):
+        _encode(part, clip_FHWC, coding, fps, tags, on_frame)
+        _refuse_lost_frames(part, len(clip_FHWC))
+    return final
 
 
 def _encode(
     part: Path,
-    pictures: Iterator[av.VideoFrame],
+    clip_FHWC: np.ndarray,
     coding: _Coding,
     fps: Fraction,
     tags: Mapping[str, str],
@@ -271,10 +274,9 @@ def _encode(
 ) -> None:
     with av.open(str(part), "w", format=coding.container, options=dict(coding.container_options)) as file:
         file.metadata.update(tags)
-        stream = file.add_stream(coding.codec, rate=fps, options=dict(coding.codec_options))
-        for index, picture in enumerate(pictures):
-            if index == 0:
-                _describe(stream, picture, coding.pix_fmt)
+        stream = _add_stream(file, clip_FHWC, coding, fps)
+        for index, frame_HWC in enumerate(clip_FHWC):
+            picture = coding.picture_of(frame_HWC)
             picture.pts, picture.time_base = index, 1 / fps
             file.mux(stream.encode(picture))
             if on_frame:
@@ -282,14 +284,18 @@ def _encode(
         file.mux(stream.encode())
 
 
-def _describe(stream: VideoStream, picture: av.VideoFrame, pix_fmt: str) -> None:
-    """Size and colour. Where one of the four tags is missing, browsers guess the matrix from the height."""
+def _add_stream(file: OutputContainer, clip_FHWC: np.ndarray, coding: _Coding, fps: Fraction) -> VideoStream:
+    picture = coding.picture_of(clip_FHWC[0])
+    stream = file.add_stream(coding.codec, rate=fps, options=dict(coding.codec_options))
+    stream.metadata[_FRAME_COUNT] = str(len(clip_FHWC))
     context = stream.codec_context
-    context.width, context.height, context.pix_fmt = picture.width, picture.height, pix_fmt
-    if pix_fmt == "yuv420p":
+    context.width, context.height, context.pix_fmt = picture.width, picture.height, coding.pix_fmt
+    if coding.pix_fmt == "yuv420p":  # all four: where one is missing, browsers guess the matrix from the height
         context.color_range = context.colorspace = context.color_primaries = context.color_trc = _BT709
+    return stream
 
 
+_FRAME_COUNT = "NUMBER_OF_FRAMES"  # Matroska's usual tag for it: its header has no count of its own
 _BT709 = 1  # the code point of BT.709 in matrix, primaries and transfer alike; as a range, 1 is "limited"
 
 
@@ -349,34 +355,21 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _as_os_errors(part: Path) -> Iterator[None]:
-    """FFmpeg's errors as OSError with the errno that matters: a full disk is ENOSPC, however it is worded."""
+def _as_os_errors(final: Path) -> Iterator[None]:
+    """FFmpeg's errors about the disk (ENOSPC, EIO, ...) as Python's own, under the name the caller knows."""
     try:
         yield
     except av.FFmpegError as error:
-        code = errno.ENOSPC if _disk_is_full(part.parent) else error.errno
-        if code not in errno.errorcode:
+        if not isinstance(error, OSError):
             raise
-        raise OSError(code, os.strerror(code), str(part)) from error
+        raise OSError(error.errno, error.strerror, str(final)) from error
 
 
-def _disk_is_full(folder: Path) -> bool:
-    if not hasattr(os, "statvfs"):
-        return False
-    room = os.statvfs(folder)
-    return room.f_bavail * room.f_frsize < 64 * 1024
-
-
-def _refuse_incomplete(part: Path, num_frames: int) -> None:
-    """FFmpeg does not report a write that fails in its last flush: read the packets back and count them."""
-    try:
-        complete = _num_packets(part)
-    except NotVideo:
-        complete = 0
-    if complete != num_frames:
-        code = errno.ENOSPC if _disk_is_full(part.parent) else errno.EIO
-        reason = f"{os.strerror(code)}: {complete} of {num_frames} frames reached the disk"
-        raise OSError(code, reason, str(part))
+def _refuse_lost_frames(part: Path, num_frames: int) -> None:
+    """An encoder may drop a frame without an error, and a disk a block: count what arrived."""
+    arrived = _num_packets(part)
+    if arrived != num_frames:
+        raise OSError(errno.EIO, f"{arrived} of {num_frames} frames reached the file", str(part))
 
 
 def _num_packets(path: Path) -> int:
@@ -428,11 +421,11 @@ def _recipe_of(file: InputContainer, path: PathLike) -> dict[str, Any]:
     try:
         recipe = json.loads(tags["recipe"])
     except KeyError:
-        raise NoRecipe(f"{os.fspath(path)!r} holds no recipe") from None
+        raise NoRecipe(f"{Path(path).name!r} holds no recipe") from None
     except ValueError as error:
-        raise NoRecipe(f"the recipe in {os.fspath(path)!r} is no JSON: {error}") from error
+        raise NoRecipe(f"the recipe in {Path(path).name!r} is no JSON: {error}") from error
     if not isinstance(recipe, dict):
-        raise NoRecipe(f"the recipe in {os.fspath(path)!r} is no JSON object")
+        raise NoRecipe(f"the recipe in {Path(path).name!r} is no JSON object")
     return recipe
 
 
@@ -465,13 +458,19 @@ def read_frames(path: PathLike) -> np.ndarray:
     A master comes back exactly. An mp4 is lossy: never measure fidelity on one. Raises NotVideo (also for a
     file cut short), FileNotFoundError.
     """
-    expected = _num_packets(Path(path))
     with _opened(path) as file:
         width, height = _crop_of(file, path)
+        promised = _frames_promised(file.streams.video[0])
         frames = [_to_rgb(picture)[:height, :width] for picture in file.decode(video=0)]
-    if not frames or len(frames) != expected:
-        raise NotVideo(f"{os.fspath(path)!r} is broken: {len(frames)} of {expected} frames can be read")
+    if not frames or len(frames) < promised:
+        raise NotVideo(f"{Path(path).name!r} is cut short: {len(frames)} of {promised} frames can be read")
     return np.stack(frames)
+
+
+def _frames_promised(stream: VideoStream) -> int:
+    """As the file's own header counts them; 0 where it does not say."""
+    said = stream.metadata.get(_FRAME_COUNT, "")
+    return stream.frames or (int(said) if said.isdecimal() else 0)
 
 
 def _crop_of(file: InputContainer, path: PathLike) -> tuple[int | None, int | None]:
@@ -492,16 +491,15 @@ _READABLE = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm", "proto
 
 @contextmanager
 def _opened(path: PathLike) -> Iterator[InputContainer]:
-    name = str(Path(path).absolute())
+    path = Path(path).absolute()
+    path.open("rb").close()  # Python's own error where there is no file to read
     try:
-        with av.open(name, "r", options=dict(_READABLE), metadata_errors="replace") as file:
+        with av.open(str(path), "r", options=dict(_READABLE), metadata_errors="replace") as file:
             if not file.streams.video:
-                raise NotVideo(f"{os.fspath(path)!r} holds no picture track")
+                raise NotVideo(f"{path.name!r} holds no picture track")
             yield file
     except av.FFmpegError as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a format off the list above
-            raise OSError(error.errno, error.strerror, name) from error
-        raise NotVideo(f"{os.fspath(path)!r} is no mp4, mov, mkv or webm that can be read") from error
+        raise NotVideo(f"{path.name!r} is no whole mp4, mov, mkv or webm: {error.strerror}") from error
 
 
 # ---------------------------------------------------------------- previews
