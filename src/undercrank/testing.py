@@ -1,0 +1,506 @@
+"""Tiny random pipelines of every family, and the proof that a pipeline is as it was found. For tests.
+
+    pipe = tiny_pipeline("cogvideox-2b")
+    latents = pipe(**tiny_inputs(pipe)).frames
+
+A tiny pipeline has the class, the scheduler, the encoders, the tokenizer and the VAE of the row, with small
+random weights: it runs from a prompt in about a second on one core and downloads nothing. Its pictures mean
+nothing. `seed` decides every weight, bit for bit, and the global random state is left as it was.
+
+Text encoders are the real classes (T5, UMT5, CLIP) at a small size. Tokenizers are byte-level BPE, trained
+in memory on a few lines, wrapped in `PreTrainedTokenizerFast` with the real one's special tokens: any text
+has an encoding, the words in `_CORPUS` have short ones.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
+
+from undercrank import families
+from undercrank.records import Family
+
+PROMPT = "a red ball rolls left"
+
+_CORPUS = (
+    PROMPT,
+    "a blue box moves right, a green cat walks on the grass",
+    "blurry, low quality, static, ugly",
+)
+
+# --------------------------------------------------------------------------- tokenizers
+
+_SPECIAL: dict[str, dict[str, str]] = {
+    "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
+}
+"Special tokens in the order of their ids, 0 first."
+_ENDS: dict[str, str] = {"t5": "$A </s>"}
+"What the tokenizer puts around a text."
+
+
+@cache
+def _bpe(kind: str) -> str:
+    """The tokenizer as JSON: training takes tens of milliseconds, a copy none."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = list(dict.fromkeys(_SPECIAL[kind].values()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    pairs = [(token, tokenizer.token_to_id(token)) for token in special]
+    tokenizer.post_processor = processors.TemplateProcessing(single=_ENDS[kind], special_tokens=pairs)
+    return tokenizer.to_str()
+
+
+def _tokenizer(kind: str, **options: Any) -> transformers.PreTrainedTokenizerFast:
+    tokenizer = Tokenizer.from_str(_bpe(kind))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL[kind], **options)
+
+
+# --------------------------------------------------------------------------- encoders of a condition
+
+_TEXT_WIDTH = 32
+_LAYERS = 3
+"Blocks of a denoiser: a first, a last and one between, as caches and offloaders see them."
+
+
+def _t5(cls: type = transformers.T5EncoderModel, width: int = _TEXT_WIDTH, vocab: int = 1000) -> nn.Module:
+    config_class = cls.config_class  # type: ignore[attr-defined]
+    config = config_class(
+        vocab_size=vocab,
+        d_model=width,
+        d_kv=8,
+        d_ff=2 * width,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=32,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )
+    return cls(config)
+
+
+def _umt5() -> nn.Module:
+    return _t5(transformers.UMT5EncoderModel)
+
+
+def _clip_vision(cls: type = transformers.CLIPVisionModel, width: int = 32) -> nn.Module:
+    config = transformers.CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=16,
+        projection_dim=width,
+    )
+    return cls(config)
+
+
+def _clip_images() -> Any:
+    # The PIL backend by name: the default one needs torchvision and complains of its absence.
+    side = {"height": 32, "width": 32}
+    return transformers.CLIPImageProcessorPil(size=side, crop_size=side)
+
+
+# --------------------------------------------------------------------------- Wan
+
+
+def _wan_transformer(**options: Any) -> nn.Module:
+    config: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": _TEXT_WIDTH,
+        "freq_dim": 16,
+        "ffn_dim": 32,
+        "num_layers": _LAYERS,
+        "rope_max_seq_len": 64,
+    }
+    return diffusers.WanTransformer3DModel(**{**config, **options})
+
+
+def _wan_vae(family: Family) -> nn.Module:
+    shape: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    if family.spatial_stride == 16:  # Wan 2.2's VAE: residual, on patches of 2 x 2 pixels
+        shape |= {
+            "is_residual": True,
+            "in_channels": 12,
+            "out_channels": 12,
+            "patch_size": 2,
+            "scale_factor_spatial": 16,
+        }
+    return diffusers.AutoencoderKLWan(z_dim=16, temperal_downsample=[False, True, True], **shape)
+
+
+def _unipc(flow_shift: float) -> Any:
+    """The scheduler that the Wan and SkyReels repositories ship."""
+    return diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+    )
+
+
+def _experts(family: Family, **options: Any) -> dict[str, nn.Module]:
+    names = ["transformer", "transformer_2"] if "two_experts" in family.traits else ["transformer"]
+    return {name: _wan_transformer(**options) for name in names}
+
+
+def _wan(family: Family) -> DiffusionPipeline:
+    # flipbook was trained with a static shift and is sampled by Euler steps; the hub's Wan by UniPC.
+    flipbook = family.repo.startswith("package:")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0) if flipbook else _unipc(5.0)
+    return diffusers.WanPipeline(
+        tokenizer=_tokenizer("t5"),
+        text_encoder=_umt5(),
+        vae=_wan_vae(family),
+        scheduler=scheduler,
+        boundary_ratio=0.875 if "two_experts" in family.traits else None,
+        expand_timesteps="expand_timesteps" in family.traits,
+        **_experts(family),
+    )
+
+
+def _wan_i2v(family: Family) -> DiffusionPipeline:
+    two = "two_experts" in family.traits
+    seen: dict[str, Any] = {} if two else {"image_dim": 32, "added_kv_proj_dim": 24}
+    return diffusers.WanImageToVideoPipeline(
+        tokenizer=_tokenizer("t5"),
+        text_encoder=_umt5(),
+        image_encoder=None if two else _clip_vision(),
+        image_processor=None if two else _clip_images(),
+        vae=_wan_vae(family),
+        scheduler=_unipc(5.0),
+        boundary_ratio=0.9 if two else None,
+        **_experts(family, in_channels=36, **seen),
+    )
+
+
+# --------------------------------------------------------------------------- CogVideoX
+
+
+def _is_2b(family: Family) -> bool:
+    """CogVideoX-2b differs in kind: sine positions and DDIM, where the others have rotary ones and DPM."""
+    return family.transformer_params < 2_000_000_000
+
+
+def _cog_transformer(family: Family, channels: int) -> nn.Module:
+    later = family.patch[0] == 2  # CogVideoX 1.5
+    concatenated = bool(family.traits & {"image_input", "control_input"})
+    options: dict[str, Any] = {"patch_size_t": 2, "patch_bias": False} if later else {}
+    if later and concatenated:
+        options["ofs_embed_dim"] = 16
+    return diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=channels * (2 if concatenated else 1),
+        out_channels=channels,
+        time_embed_dim=16,
+        text_embed_dim=_TEXT_WIDTH,
+        num_layers=_LAYERS,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9 if later else 5,
+        max_text_seq_length=family.max_sequence_length or 226,
+        spatial_interpolation_scale=1.0,
+        use_rotary_positional_embeddings=not _is_2b(family),
+        use_learned_positional_embeddings=concatenated and not later,
+        **options,
+    )
+
+
+def _cog_scheduler(family: Family) -> Any:
+    if "control_input" in family.traits:
+        return diffusers.DDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
+    cls = diffusers.CogVideoXDDIMScheduler if _is_2b(family) else diffusers.CogVideoXDPMScheduler
+    return cls(prediction_type="v_prediction", timestep_spacing="trailing")
+
+
+def _cog(family: Family) -> DiffusionPipeline:
+    return getattr(diffusers, family.pipeline)(
+        tokenizer=_tokenizer("t5"),
+        text_encoder=_t5(),
+        vae=diffusers.AutoencoderKLCogVideoX(
+            latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=2
+        ),
+        transformer=_cog_transformer(family, channels=4),
+        scheduler=_cog_scheduler(family),
+    )
+
+
+# --------------------------------------------------------------------------- the public part
+
+BUILDERS: dict[str, Callable[[Family], DiffusionPipeline]] = {
+    "WanPipeline": _wan,
+    "WanImageToVideoPipeline": _wan_i2v,
+    "CogVideoXPipeline": _cog,
+    "CogVideoXImageToVideoPipeline": _cog,
+    "CogVideoXVideoToVideoPipeline": _cog,
+    "CogVideoXFunControlPipeline": _cog,
+}
+"From the name of a pipeline class to what builds a tiny one for a row."
+
+
+def tiny_pipeline(family: str | Family, seed: int = 0, *, scheduler: str | None = None) -> DiffusionPipeline:
+    """A small random pipeline of that row, ready to run from a prompt. `scheduler`: another class by name."""
+    row = family if isinstance(family, Family) else families.family(family)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipe = BUILDERS[row.pipeline](row)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            part.eval()
+    if scheduler is not None:
+        pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def tiny_inputs(
+    pipe_or_family: DiffusionPipeline | str | Family, *, steps: int = 4, seed: int = 0, **overrides: Any
+) -> dict[str, Any]:
+    """Arguments for `pipe(**...)`: a prompt, guidance, 64x64, two latent frames, latents out, a generator.
+
+    `overrides` replace or add arguments. Each call makes a new CPU generator: two calls are two equal runs.
+    """
+    row = _row(pipe_or_family)
+    kwargs: dict[str, Any] = {
+        "prompt": PROMPT,
+        "negative_prompt": "blurry",
+        "num_inference_steps": steps,
+        "output_type": "latent",
+        "generator": torch.Generator().manual_seed(seed),
+        "width": _SIDE,
+        "height": _SIDE,
+        "num_frames": _frames(row),
+        "guidance_scale": row.guidance_scale,
+    }
+    for trait, change in _BY_TRAIT.items():
+        if trait in row.traits:
+            change(kwargs, row)
+    if row.max_sequence_length is not None:
+        kwargs["max_sequence_length"] = row.max_sequence_length
+    return {**kwargs, **overrides}
+
+
+_SIDE = 64
+
+
+def _row(pipe_or_family: DiffusionPipeline | str | Family) -> Family:
+    if isinstance(pipe_or_family, Family):
+        return pipe_or_family
+    if isinstance(pipe_or_family, str):
+        return families.family(pipe_or_family)
+    row = families.of_pipeline(type(pipe_or_family).__name__)
+    if row is None:
+        raise LookupError(f"no family has the pipeline {type(pipe_or_family).__name__}")
+    return row
+
+
+def _frames(row: Family) -> int:
+    """The shortest clip of at least two latent frames."""
+    return row.frame_step + 1
+
+
+def _picture(index: int = 0) -> Any:
+    """A small picture; `index` moves it, for videos."""
+    from PIL import Image  # noqa: TID251 - pipelines take pictures, and this one is drawn here
+
+    ramp = Image.linear_gradient("L").resize((_SIDE, _SIDE)).rotate(30 * index)
+    return Image.merge("RGB", (ramp, ramp.rotate(90), ramp.rotate(180)))
+
+
+def _with_image(kwargs: dict[str, Any], row: Family) -> None:
+    kwargs["image"] = _picture()
+
+
+def _with_video(kwargs: dict[str, Any], row: Family) -> None:
+    name = "control_video" if "control_input" in row.traits else "video"
+    kwargs[name] = [_picture(i) for i in range(kwargs.pop("num_frames"))]
+
+
+_BY_TRAIT: dict[str, Callable[[dict[str, Any], Family], None]] = {
+    "image_input": _with_image,
+    "video_input": _with_video,
+}
+"How a trait changes the arguments of a call."
+
+
+def tiny_folder(family: str | Family, path: str | Path, seed: int = 0) -> Path:
+    """Saves a tiny pipeline in diffusers layout, loadable by `from_pretrained`."""
+    folder = Path(path)
+    tiny_pipeline(family, seed).save_pretrained(folder)
+    # transformers 5 calls its fast tokenizer TokenizersBackend; the old name loads everywhere.
+    for file in (folder / "model_index.json", *folder.glob("*/tokenizer_config.json")):
+        file.write_text(file.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+    return folder
+
+
+# --------------------------------------------------------------------------- as it was found
+
+
+def fingerprint(pipe: DiffusionPipeline) -> dict[str, Any]:
+    """Everything about a pipeline and this process that a lever could leave changed, by dotted name.
+
+    Of every module, of the scheduler, the guider, the tokenizers and the pipeline itself: the class and its
+    own functions, the attributes (plain values as they are; functions and modules by identity; tensors by
+    type, dtype, device and shape; containers and diffusers' objects all the way down), hooks, children,
+    parameters and buffers (identity, version). Of the process: torch's flags, environment, threads.
+    Compare one pipeline with itself: before and after, or after a stock run (which leaves traces of its own)
+    and after another.
+    """
+    found: dict[str, Any] = {}
+    parts = frozenset(id(part) for part in pipe.components.values())
+    for name, part in {"pipe": pipe, **pipe.components}.items():
+        for sub, obj in _objects(part):
+            _describe_object(".".join(filter(None, (name, sub))), obj, found, parts)
+    found |= {f"torch: {name}": value for name, value in _torch_flags()}
+    found |= {f"environment: {k}": v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    found |= {f"thread: {t.name} {t.ident}": True for t in _threads()}
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What changed between two fingerprints of one pipeline, one line each; [] means: as it was found."""
+    gone = [f"{name}: gone (was {before[name]!r})" for name in before.keys() - after.keys()]
+    new = [f"{name}: new ({after[name]!r})" for name in after.keys() - before.keys()]
+    both = before.keys() & after.keys()
+    changed = [f"{n}: {before[n]!r} -> {after[n]!r}" for n in both if _differ(before[n], after[n])]
+    return sorted(gone + new + changed)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return type(a) is not type(b) or (a != b and not (a != a and b != b))  # nan is as it was
+
+
+def _threads() -> list[threading.Thread]:
+    """tqdm starts its monitor with the first bar, even a disabled one: nobody's leftover."""
+    return [t for t in threading.enumerate() if type(t).__name__ != "TMonitor"]
+
+
+def _objects(part: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(part, nn.Module):
+        yield from part.named_modules()
+    elif hasattr(part, "__dict__"):
+        yield "", part
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _describe_object(path: str, obj: Any, found: dict[str, Any], parts: frozenset[int]) -> None:
+    found[f"{path} class"] = (type(obj).__name__, id(type(obj)))
+    for cls in type(obj).__mro__:
+        if cls.__module__.partition(".")[0] in ("diffusers", "transformers", "undercrank"):
+            found.setdefault(f"{cls.__module__}.{cls.__qualname__} ({id(cls)}) functions", _functions(cls))
+    seen = {id(obj)}
+    for name, value in vars(obj).items():
+        if id(value) in parts:  # the pipeline's own references: described under their own names
+            found[f"{path}.{name}"] = (type(value).__name__, id(value))
+        elif name not in _TABLES or not isinstance(obj, nn.Module):
+            _describe(f"{path}.{name}", value, found, seen)
+    if isinstance(obj, nn.Module):
+        found[f"{path} children"] = {name: id(child) for name, child in obj._modules.items()}
+        for table in (obj._parameters, obj._buffers):
+            found |= {f"{path}.{n} tensor": _weight(t) for n, t in table.items() if t is not None}
+
+
+def _functions(cls: type) -> dict[str, int]:
+    return {n: id(f) for n, f in vars(cls).items() if callable(f) or isinstance(f, property | classmethod)}
+
+
+def _weight(tensor: torch.Tensor) -> tuple[Any, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return (id(tensor), type(tensor).__name__, str(tensor.device), tensor.dtype, tuple(tensor.shape), version)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Fraction, torch.dtype, torch.device, Path)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, nn.Module, property)
+
+
+def _describe(path: str, value: Any, found: dict[str, Any], seen: set[int]) -> None:
+    """Records one attribute, and what is inside it."""
+    if isinstance(value, _PLAIN):
+        found[path] = value
+    elif isinstance(value, torch.Tensor):
+        found[path] = (type(value).__name__, value.dtype, str(value.device), tuple(value.shape))
+    elif isinstance(value, types.MethodType):
+        found[path] = ("method", id(value.__func__), id(value.__self__))
+    elif isinstance(value, _CODE) or callable(value):
+        found[path] = (type(value).__name__, id(value))
+    elif id(value) in seen:
+        found[path] = (type(value).__name__, "seen above")
+    else:
+        seen.add(id(value))
+        inside = _inside(value)
+        found[path] = (type(value).__name__, len(inside))
+        for name, item in inside.items():
+            _describe(f"{path}.{name}", item, found, seen)
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """The parts of a container or of an object of diffusers or ours; nothing of a stranger."""
+    if isinstance(value, dict):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return {str(index): item for index, item in enumerate(value)}
+    if isinstance(value, set | frozenset):
+        return {str(item): True for item in value}
+    ours = type(value).__module__.partition(".")[0] in ("diffusers", "undercrank")
+    return dict(getattr(value, "__dict__", {})) if ours else {}
+
+
+def _torch_flags() -> Iterator[tuple[str, Any]]:
+    yield "default dtype", torch.get_default_dtype()
+    yield "default device", str(torch.get_default_device())
+    yield "grad", torch.is_grad_enabled()
+    yield "inference mode", torch.is_inference_mode_enabled()
+    yield "autocast", tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    yield "deterministic", torch.are_deterministic_algorithms_enabled()
+    yield "deterministic warns only", torch.is_deterministic_algorithms_warn_only_enabled()
+    yield "float32 matmul precision", torch.get_float32_matmul_precision()
+    yield "threads", torch.get_num_threads()
+    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+        yield f"cudnn {name}", getattr(torch.backends.cudnn, name)
+    for name in (
+        "allow_tf32",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    ):
+        yield f"matmul {name}", getattr(torch.backends.cuda.matmul, name)
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        yield f"attention {name}", getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+    if torch.cuda.is_available():
+        yield "sync debug mode", torch.cuda.get_sync_debug_mode()
+    # Compiler settings exist once somebody compiled; reading them must not import a compiler.
+    for module, name in _COMPILER_FLAGS:
+        if module in sys.modules:
+            yield f"{module}.{name}", getattr(sys.modules[module], name)
+
+
+_COMPILER_FLAGS = (
+    ("torch._inductor.config", "emulate_precision_casts"),
+    ("torch._dynamo.config", "recompile_limit"),
+    ("torch._dynamo.config", "suppress_errors"),
+    ("torch._dynamo.config", "caching_precompile"),
+)
