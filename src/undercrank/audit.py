@@ -1,0 +1,327 @@
+"""Host stalls of any diffusers pipeline, found without a GPU.
+
+The pipeline runs with real arithmetic on the CPU behind a *logical* device: each tensor "on the device" is a
+wrapper that claims to live on a Python-registered device, and a dispatch mode that sees every operation notes
+those that would block the host on a real accelerator: scalar reads, data-dependent shapes, boolean-mask
+indexing, blocking copies either way, `equal`, error checks of linear algebra.
+
+Two audited runs are bit-equal, so an audit also shows that a lever moves no numbers. What it cannot see:
+`device.type == "cuda"` branches, custom kernels, allocator stalls; `non_blocking` uploads count as such.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from undercrank.records import Record
+from undercrank.undo import swap_item
+
+DEVICE = "undercrank_audit"
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site(Record):
+    """One line of code that waits for the device."""
+
+    file: str
+    line: int
+    cause: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalls(Record):
+    """The stalls of one run, inside its denoising loop."""
+
+    steps: int
+    in_loop: int
+    outside: int
+    sites: tuple[Site, ...] = field(default=())
+
+    @property
+    def per_step(self) -> float:
+        return self.in_loop / max(1, self.steps)
+
+
+@contextmanager
+def logical_device(pipe: Any) -> Iterator[Auditor]:
+    """The pipeline's modules live on the logical device inside the block; yields the auditor that watches it.
+
+    Tensors that belong to the device (latents) are read after the block with `Auditor.to_cpu`.
+    """
+    _register_device()
+    auditor = Auditor()
+    with ExitStack() as stack:
+        stack.enter_context(_Factories())
+        stack.enter_context(auditor)
+        for module in _modules(pipe):
+            _move(module, auditor, stack)
+        yield auditor
+
+
+def stalls(pipe: Any, rig: Any = None, **inputs: Any) -> Stalls:
+    """Run `pipe(**inputs)` on the logical device and count what would block. `rig`: one whose seams are on.
+
+    Raises what the pipeline raises. The pipeline is left as it was found.
+    """
+    from undercrank.families import of_pipeline
+    from undercrank.rig import Rig
+
+    with ExitStack() as stack:
+        auditor = stack.enter_context(logical_device(pipe))
+        if rig is None:
+            rig = Rig(pipe, of_pipeline(type(pipe).__name__), f"{DEVICE}:0")  # type: ignore[arg-type]
+            stack.enter_context(rig.seams())
+        auditor.in_loop = lambda: rig.running
+        with torch.no_grad():
+            pipe(**inputs)
+        return auditor.found(rig.total_steps)
+
+
+class LogicalTensor(torch.Tensor):
+    """Claims to be on the logical device; `cpu_side` holds its values, `auditor` watches it."""
+
+    cpu_side: torch.Tensor
+    auditor: Auditor
+
+    @staticmethod
+    def __new__(cls, cpu_side: torch.Tensor, auditor: Auditor) -> LogicalTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            cpu_side.size(),
+            strides=cpu_side.stride(),
+            storage_offset=cpu_side.storage_offset(),
+            dtype=cpu_side.dtype,
+            layout=cpu_side.layout,
+            device=torch.device(DEVICE, 0),
+            requires_grad=False,
+        )
+        self.cpu_side, self.auditor = cpu_side, auditor
+        return self
+
+    def __repr__(self, **_: Any) -> str:
+        return f"LogicalTensor({self.cpu_side!r})"
+
+    def __getitem__(self, index: Any) -> Any:
+        """Indexing by a Python list is a hidden blocking upload: make it one that the auditor sees."""
+        parts = index if isinstance(index, tuple) else (index,)
+        shown = tuple(torch.tensor(p).to(self.device) if isinstance(p, list) else p for p in parts)
+        return super().__getitem__(shown if isinstance(index, tuple) else shown[0])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Reached below another wrapper: a Mirror has been unwrapped, and the mode has stepped aside for it."""
+        if _foreign(types):
+            return NotImplemented
+        seen = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LogicalTensor))
+        return seen.auditor.run(func, args, kwargs or {})
+
+
+class Auditor(TorchDispatchMode):
+    """Runs every operation on the CPU and notes those that would block the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: Counter[tuple[bool, str, int, str]] = Counter()
+        self.in_loop: Any = lambda: False
+
+    def found(self, steps: int) -> Stalls:
+        counts = Counter({key[1:]: n for key, n in self.events.items() if key[0]})
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        sites = tuple(Site(file=f, line=line, cause=cause, count=n) for (f, line, cause), n in ordered)
+        outside = sum(n for key, n in self.events.items() if not key[0])
+        return Stalls(steps=steps, in_loop=sum(counts.values()), outside=outside, sites=sites)
+
+    @staticmethod
+    def to_cpu(value: Any) -> Any:
+        return tree_map(lambda x: x.cpu_side if isinstance(x, LogicalTensor) else x, value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _foreign(types):
+            return NotImplemented  # another wrapper (a Mirror) unwraps itself first and comes back
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        cause = _blocking(func, args, kwargs)
+        if cause:
+            self._note(cause)
+        return _run_on_cpu(func, args, kwargs, self)
+
+    def _note(self, cause: str) -> None:
+        file, line = _caller()
+        self.events[(bool(self.in_loop()), file, line, cause)] += 1
+
+
+# --------------------------------------------------------------------------- what blocks
+
+_READS = {aten._local_scalar_dense.default: "scalar read", aten.equal.default: "equal"}
+_SHAPES = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+}
+_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+def _blocking(func: Any, args: Any, kwargs: Any) -> str | None:
+    """The cause for which this operation would block, or None."""
+    if func is aten._to_copy.default:
+        return _blocking_copy(args[0], kwargs)
+    if not any(isinstance(leaf, LogicalTensor) for leaf in tree_leaves((args, kwargs))):
+        return None
+    if func in _READS:
+        return _READS[func]
+    if func in _SHAPES:
+        return f"data-dependent shape ({func.__name__.split('.')[0]})"
+    if func in _INDEXING:
+        return _blocking_index(args)
+    if func is aten.copy_.default and isinstance(args[0], LogicalTensor) != isinstance(args[1], LogicalTensor):
+        non_blocking = len(args) > 2 and args[2]
+        return None if non_blocking else "blocking copy"
+    if func is aten._linalg_check_errors.default:
+        return "error check of linear algebra"
+    return None
+
+
+def _blocking_copy(source: torch.Tensor, kwargs: Any) -> str | None:
+    target = kwargs.get("device")
+    if target is None or kwargs.get("non_blocking"):
+        return None
+    to_device = torch.device(target).type == DEVICE
+    if isinstance(source, LogicalTensor):
+        return None if to_device else "copy to the host"
+    return "upload" if to_device else None
+
+
+def _blocking_index(args: Any) -> str | None:
+    for index in args[1]:
+        if isinstance(index, LogicalTensor) and index.dtype in (torch.bool, torch.uint8):
+            return "boolean-mask indexing"
+        if index is not None and not isinstance(index, LogicalTensor) and isinstance(args[0], LogicalTensor):
+            return "upload of an index"
+    return None
+
+
+def _caller() -> tuple[str, int]:
+    """The innermost frame outside torch and undercrank: the line that a reader would mend."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and "/undercrank/" not in name:
+            return _short(name), frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?", 0
+
+
+def _short(name: str) -> str:
+    """The path from the package on: site-packages' own prefix says nothing."""
+    return name.rsplit("/site-packages/", 1)[-1]
+
+
+# --------------------------------------------------------------------------- the logical device
+
+
+def _run_on_cpu(func: Any, args: Any, kwargs: Any, auditor: Auditor) -> Any:
+    on_device = any(isinstance(leaf, LogicalTensor) for leaf in tree_leaves((args, kwargs)))
+    target = kwargs.get("device")
+    to_device = target is not None and torch.device(target).type == DEVICE
+    wraps = to_device or (on_device and target is None)
+    if target is not None:
+        kwargs = {**kwargs, "device": "cpu"}
+    if "pin_memory" in kwargs:
+        kwargs = {**kwargs, "pin_memory": False}
+    result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+    if _in_place(func):
+        return args[0]
+    if "out" in kwargs:
+        return kwargs["out"]
+    return tree_map(lambda value: _wrap(value, auditor), result) if wraps else result
+
+
+def _in_place(func: Any) -> bool:
+    name = func.__name__.split(".")[0]
+    return func is aten.copy_.default or (name.endswith("_") and not name.startswith("_"))
+
+
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, LogicalTensor):
+        return value.cpu_side
+    if isinstance(value, torch.device) and value.type == DEVICE:
+        return torch.device("cpu")
+    return value
+
+
+def _wrap(value: Any, auditor: Auditor) -> Any:
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, LogicalTensor)
+    return LogicalTensor(value, auditor) if is_plain else value
+
+
+def _foreign(types: Any) -> bool:
+    known = (LogicalTensor, torch.nn.Parameter)
+    return any(kind is not torch.Tensor and not issubclass(kind, known) for kind in types)
+
+
+class _Factories(TorchFunctionMode):
+    """`torch.tensor(x, device=...)` builds on the host and uploads: make both halves visible."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == DEVICE:
+            host = {key: value for key, value in kwargs.items() if key != "device"}
+            if isinstance(args[0], torch.Tensor):
+                return args[0].to(device, **host)
+            return func(*args, **host).to(device)
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _register_device() -> None:
+    """Once per process: torch lets a process name one such device."""
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+    class Backend(_DummyBackendModule):
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:
+            return [torch.float16, torch.bfloat16, torch.float32]
+
+        def empty_cache(self) -> None:
+            pass
+
+        def synchronize(self, *_: Any) -> None:
+            pass
+
+        def manual_seed(self, *_: Any) -> None:
+            pass
+
+    _setup_privateuseone_for_python_backend(DEVICE, backend_module=Backend())
+
+
+def _modules(pipe: Any) -> list[torch.nn.Module]:
+    return [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+
+
+def _move(module: torch.nn.Module, auditor: Auditor, stack: ExitStack) -> None:
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                wrapped = torch.nn.Parameter(LogicalTensor(parameter.data, auditor), requires_grad=False)
+                stack.enter_context(swap_item(part._parameters, name, wrapped))
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None:
+                stack.enter_context(swap_item(part._buffers, name, LogicalTensor(buffer, auditor)))

@@ -1,0 +1,273 @@
+"""The command line: about ten lines a command, each calling one function below. torch is imported by what runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from undercrank import __version__, families
+from undercrank.records import Cancelled, Plan, Request, RunFailed, UndercrankError
+
+app = typer.Typer(
+    name="undercrank",
+    help="Make video with open diffusion models, as fast as the hardware allows, and know what it cost.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+PromptArg = Annotated[str | None, typer.Argument(help="What the film shows.", show_default=False)]
+Model = Annotated[str, typer.Option("--model", help="Family id, hub id or folder.")]
+Negative = Annotated[str | None, typer.Option("--negative-prompt", help="What it must not show.")]
+ImageFile = Annotated[str | None, typer.Option("--image", help="First frame, for models that take one.")]
+Size = Annotated[str | None, typer.Option("--size", metavar="WxH", help="Pixels, e.g. 832x480.")]
+Frames = Annotated[int | None, typer.Option("--frames", help="Number of frames.")]
+Fps = Annotated[str | None, typer.Option("--fps", help="Frames a second, e.g. 16 or 24000/1001.")]
+Steps = Annotated[int | None, typer.Option("--steps", help="Denoising steps.")]
+Guidance = Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 1 or less: off.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The same seed makes the same film.")]
+FidelityWord = Annotated[str, typer.Option("--fidelity", help="exact, faithful, quality, balanced or fast.")]
+Levers = Annotated[list[str] | None, typer.Option("--lever", metavar="NAME=VALUE", help="auto, off, on or a setting.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Only errors.")]
+Pickles = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weights, which can run code.")]
+LocalOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the network for a model.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def main() -> None:
+    """Entry point of the `undercrank` command: every foreseen error is one line and an exit code."""
+    with one_line_errors(debug="--debug" in sys.argv, as_json="--json" in sys.argv):
+        app()
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    prompt: PromptArg = None, model: Model = "flipbook", negative_prompt: Negative = None, image: ImageFile = None,
+    size: Size = None, frames: Frames = None, fps: Fps = None, steps: Steps = None, guidance: Guidance = None,
+    seed: Seed = None, fidelity: FidelityWord = "faithful", lever: Levers = None, device: DeviceName = None,
+    dtype: Dtype = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The mp4 to write.")] = None,
+    master: Annotated[Path | None, typer.Option(help="Also write a lossless .mkv.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write the report as .json.")] = None,
+    repeat: Annotated[Path | None, typer.Option("--from", help="Repeat the recipe inside this file.")] = None,
+    as_json: AsJson = False, quiet: Quiet = False, allow_pickle: Pickles = False, local_files_only: LocalOnly = False,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Make a clip."""
+    from undercrank import oneshot
+
+    asked = _request(prompt, model, negative_prompt, image, size, frames, fps, steps, guidance, seed, fidelity, lever,
+                     device, dtype)  # fmt: skip
+    outputs = oneshot.Outputs.checked(output, master=master, report=report)
+    oneshot.make_clip(
+        asked,
+        outputs,
+        repeat=repeat,
+        given=_given_options(context),
+        allow_pickle=allow_pickle,
+        local_files_only=local_files_only,
+        as_json=as_json,
+        quiet=quiet,
+        on_cancellable=_stop_on_signal,
+    )
+
+
+@app.command()
+def plan(
+    prompt: PromptArg = None, model: Model = "flipbook", negative_prompt: Negative = None, image: ImageFile = None,
+    size: Size = None, frames: Frames = None, fps: Fps = None, steps: Steps = None, guidance: Guidance = None,
+    seed: Seed = None, fidelity: FidelityWord = "faithful", lever: Levers = None, device: DeviceName = None,
+    dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False, local_files_only: LocalOnly = False,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Show what would be done, how long it would take and why, without loading anything."""
+    from undercrank.ledger import read_ledger
+    from undercrank.machine import this_machine
+    from undercrank.planner import make_plan
+    from undercrank.sources import which_model
+
+    asked = _request(prompt, model, negative_prompt, image, size, frames, fps, steps, guidance, seed, fidelity, lever,
+                     device, dtype)  # fmt: skip
+    family, load = which_model(asked, allow_pickle=allow_pickle, local_files_only=local_files_only)
+    decided = make_plan(asked, family=family, machine=this_machine(), ledger=read_ledger(), load=load)
+    typer.echo(decided.to_json(indent=2) if as_json else _plan_in_words(decided))
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="A clip made by undercrank.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Print the recipe inside a clip."""
+    from undercrank import oneshot
+
+    typer.echo(oneshot.recipe_in_words(file, as_json=as_json))
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """List the models that are known by name."""
+    from undercrank import screen
+
+    if as_json:
+        screen.print_json({"models": [row.to_dict() for row in families.FAMILIES]})
+        return
+    rows = [
+        (f.id, f.task, f"{f.width}x{f.height}", str(f.num_frames), str(f.fps), str(f.num_inference_steps), f.repo)
+        for f in families.FAMILIES
+    ]
+    screen.table(("model", "task", "size", "frames", "fps", "steps", "from"), rows)
+
+
+@app.command()
+def levers(as_json: AsJson = False) -> None:
+    """List the levers, what they do to the film and what they cost."""
+    from undercrank import screen
+    from undercrank.levers import ORDER
+
+    if as_json:
+        screen.print_json({"levers": [{"name": lever.name, "about": lever.about()} for lever in ORDER]})
+        return
+    typer.echo("\n\n".join(lever.about() for lever in ORDER))
+
+
+@app.command()
+def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Check this machine: torch against the driver, memory, kernels, codecs; say what to run."""
+    from undercrank import screen
+    from undercrank.doctor import examine
+
+    findings = examine()
+    if as_json:
+        screen.print_json({"findings": [finding.to_dict() for finding in findings]})
+    else:
+        typer.echo("\n".join(finding.line() for finding in findings))
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(5)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"undercrank {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Make video with open diffusion models, as fast as the hardware allows, and know what it cost."""
+
+
+# --------------------------------------------------------------------------- from words to a request
+
+
+def _request(
+    prompt: str | None, model: str, negative_prompt: str | None, image: str | None, size: str | None,
+    frames: int | None, fps: str | None, steps: int | None, guidance: float | None, seed: int | None, fidelity: str,
+    levers: list[str] | None, device: str | None, dtype: str | None,
+) -> Request:  # fmt: skip
+    from undercrank.words import as_fidelity, as_fps, as_size, as_wishes
+
+    width, height = as_size(size)
+    return Request(
+        prompt=prompt or "", negative_prompt=negative_prompt, model=model, image=image, width=width, height=height,
+        num_frames=frames, fps=as_fps(fps), num_inference_steps=steps, guidance_scale=guidance, seed=seed,
+        fidelity=as_fidelity(fidelity), wishes=as_wishes(levers or []), device=device, dtype=dtype,
+    )  # fmt: skip
+
+
+def _given_options(context: typer.Context) -> frozenset[str]:
+    """Names of the parameters that the person typed: with --from they win over the recipe's."""
+    source = context.get_parameter_source
+    return frozenset(name for name in context.params if (s := source(name)) is not None and s.name == "COMMANDLINE")
+
+
+def _plan_in_words(plan: Plan) -> str:
+    """The decisions, one line each, and what to expect."""
+    request, expected = plan.request, plan.expected
+    lines = [
+        f"{plan.load.family} from {plan.load.source}, {plan.load.dtype} on {plan.load.device}",
+        f"{request.width}x{request.height}, {request.num_frames} frames at {request.fps} fps, "
+        f"{request.num_inference_steps} steps, guidance {request.guidance_scale:g}, fidelity {request.fidelity.value}",
+        f"promise: {plan.promise.value}",
+        *(f"  {d.lever}: {d.chosen} ({d.status.value}) - {d.reason}" for d in plan.decisions),
+        f"time:   {_seconds(expected.seconds)} ({expected.seconds_basis})",
+        f"memory: {_gib(expected.peak_bytes)} ({expected.memory_basis})",
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"about {value:.1f} s"
+
+
+def _gib(value: int | None) -> str:
+    return "unknown" if value is None else f"about {value / 2**30:.1f} GiB"
+
+
+# --------------------------------------------------------------------------- errors and signals
+
+
+@contextmanager
+def one_line_errors(*, debug: bool, as_json: bool) -> Iterator[None]:
+    """Foreseen errors as one line and their exit code; the traceback only with --debug."""
+    try:
+        yield
+    except UndercrankError as error:
+        _tell(error, debug=debug, as_json=as_json)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _tell(Cancelled("cancelled"), debug=debug, as_json=as_json)
+        sys.exit(Cancelled.exit_code)
+    except OSError as error:
+        _tell(
+            RunFailed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")), debug=debug, as_json=as_json
+        )
+        sys.exit(RunFailed.exit_code)
+
+
+def _tell(error: UndercrankError, *, debug: bool, as_json: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    if as_json:
+        from undercrank.screen import print_json
+
+        field = getattr(error, "field", None)
+        print_json({"event": "error", "code": error.code, "message": str(error), "field": field})
+    else:
+        print(f"undercrank: {error}", file=sys.stderr)
+
+
+@contextmanager
+def _stop_on_signal(cancel: Callable[[str], None]) -> Iterator[None]:
+    """The first Ctrl-C (or TERM) cancels within one step; a second one does not wait for that."""
+
+    def first(number: int, frame: Any) -> None:
+        signal.signal(number, signal.default_int_handler)
+        cancel("cancelled")
+
+    kept = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,567 @@
+"""The engine: move a rig to a plan, run it, tell what happened; and `accelerate`, the same around a pipeline at hand.
+
+Levers are entered in ORDER, each on an ExitStack of its own, and left from the end only: to reach another plan
+the engine pops to the longest common prefix and enters the rest. A failure half-way leaves the rig as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+
+import undercrank
+from undercrank import families, images, video
+from undercrank.ledger import Ledger, read_ledger
+from undercrank.load import Loaded, load
+from undercrank.machine import this_machine
+from undercrank.planner import Live, case_of, check_wishes, fitting, make_plan, refuse_if_too_big
+from undercrank.records import (
+    BadInput,
+    Cancelled,
+    Device,
+    Family,
+    Fidelity,
+    Lever,
+    LoadSpec,
+    Machine,
+    OutOfMemory,
+    Plan,
+    Receipt,
+    Report,
+    Request,
+    RunFailed,
+    Trace,
+)
+from undercrank.rig import Rig
+from undercrank.sources import which_model
+from undercrank.trace import Event, Listener, Tracer, ignore
+from undercrank.undo import swap_attr, swap_class
+from undercrank.words import as_fidelity, as_fps
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Clip:
+    """A film and its story. `frames_FHWC` is uint8, as decoded, before any encoding."""
+
+    frames_FHWC: np.ndarray
+    fps: Fraction
+    report: Report
+
+    def recipe(self) -> dict[str, Any]:
+        """All that it takes to make it again, as it travels inside the file."""
+        return self.report.to_dict()
+
+    def save(self, path: str | Path, *, listener: Listener = ignore) -> Path:
+        """Write an mp4 that browsers play in the right colours, with the recipe inside."""
+        return self._write(video.write_mp4, path, listener)
+
+    def save_master(self, path: str | Path, *, listener: Listener = ignore) -> Path:
+        """Write a lossless ffv1 Matroska file: every pixel as decoded."""
+        return self._write(video.write_master, path, listener)
+
+    def _write(self, write: Callable[..., Path], path: str | Path, listener: Listener) -> Path:
+        total = len(self.frames_FHWC)
+
+        def on_frame(done: int) -> None:
+            listener(Event(stage="encode", done=done, total=total, unit="frames"))
+
+        title = self.report.request.prompt[:200]
+        return write(path, self.frames_FHWC, fps=self.fps, recipe=self.recipe(), title=title, on_frame=on_frame)
+
+
+class Engine:
+    """One pipeline, the levers that are on, and its runs. Use it as a context manager, or `close()` it."""
+
+    def __init__(
+        self,
+        *,
+        machine: Machine | None = None,
+        ledger: Ledger | None = None,
+        allow_pickle: bool = False,
+        local_files_only: bool = False,
+    ) -> None:
+        self.allow_pickle, self.local_files_only = allow_pickle, local_files_only
+        self.machine = machine or this_machine()
+        self.ledger = read_ledger() if ledger is None else ledger
+        self.rig: Rig | None = None
+        self._loaded: Loaded | None = None
+        self._spec: LoadSpec | None = None
+        self._load_stack = ExitStack()
+        self._held: list[tuple[Lever, ExitStack, Receipt]] = []
+        self._cancel_reason: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------------- plan, move, generate
+
+    def plan(self, request: Request) -> Plan:
+        """Decide everything, read nothing but the model's index. Raises as `make_plan`."""
+        family, load = which_model(request, allow_pickle=self.allow_pickle, local_files_only=self.local_files_only)
+        return make_plan(request, family=family, machine=self.machine, ledger=self.ledger, load=load)
+
+    def generate(self, request: Request, *, listener: Listener = ignore) -> Clip:
+        """Make one clip. Bad input is refused before a weight is read; a cancel stops within one step.
+
+        Raises BadInput, LeverRefused, OutOfMemory, NotFound, RunFailed, Cancelled.
+        """
+        self._cancel_reason = None
+        if request.seed is None:
+            request = replace(request, seed=secrets.randbelow(2**31))
+        plan = self.plan(request)
+        family, device = families.family(plan.load.family), self.machine.device(plan.load.device)
+        picture = _picture(plan.request)
+        if self._spec != plan.load:
+            refuse_if_too_big(plan, family, device)
+        with _memory_errors(plan, family, device):
+            self.move_to(plan, listener)
+            assert self.rig is not None and self._loaded is not None
+            notes = (*plan.notes, *_truncation(self.rig, plan.request))
+            inputs = call_inputs(self.rig, plan.request, picture)
+            frames_FHWC, trace, receipts = self.run(
+                plan, functools.partial(_film, self.rig, plan.request, inputs), listener
+            )
+        report = Report(
+            undercrank=undercrank.__version__,
+            request=plan.request,
+            machine=self.machine,
+            model_fingerprint=self._loaded.fingerprint,
+            plan=plan,
+            receipts=receipts,
+            trace=trace,
+            frames_hash=video.frames_hash(frames_FHWC),
+            notes=notes + tuple(f"{r.lever}: {c}" for r in receipts for c in r.complaints),
+        )
+        assert plan.request.fps is not None
+        return Clip(frames_FHWC=frames_FHWC, fps=plan.request.fps, report=report)
+
+    def move_to(self, plan: Plan, listener: Listener = ignore) -> None:
+        """Reload if the load changed, else keep the longest common prefix of levers and enter the rest."""
+        if self.rig is None or self._spec != plan.load:
+            self._reload(plan.load, listener)
+        assert self.rig is not None
+        wanted = list(plan.levers)
+        while [lever for lever, _, _ in self._held] != wanted[: len(self._held)]:
+            self._pop()
+        try:
+            for lever in wanted[len(self._held) :]:
+                self._push(lever)
+        except BaseException:
+            self._pop_all()
+            raise
+
+    def run(
+        self, plan: Plan, call: Callable[[], T], listener: Listener = ignore
+    ) -> tuple[T, Trace, tuple[Receipt, ...]]:
+        """Call the pipeline under the levers that are on, watch it, and ask each lever whether it took effect."""
+        rig = self.rig
+        assert rig is not None and [lever for lever, _, _ in self._held] == list(plan.levers)
+        tracer = Tracer(rig, listener)
+        with rig.call(), tracer.watching():
+            if self._cancel_reason:
+                rig.cancel(self._cancel_reason)
+            result = call()
+            rig.check_cancelled()
+        loaded = self._loaded
+        trace = tracer.trace(loaded.load_s if loaded else 0.0, loaded.load_bytes if loaded else 0)
+        receipts = tuple(
+            replace(receipt, complaints=tuple(lever.verify(rig, trace))) for lever, _, receipt in self._held
+        )
+        return result, trace, receipts
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Stop within one step, or between two components of a load. Safe from a signal handler."""
+        self._cancel_reason = reason
+        if self.rig is not None:
+            self.rig.cancel(reason)
+
+    def close(self) -> None:
+        """Leave every lever and free the weights."""
+        self._pop_all()
+        self._unload()
+
+    # ----------------------------------------------------------------------- how
+
+    def adopt(self, rig: Rig, spec: LoadSpec) -> ExitStack:
+        """Work on a pipeline that somebody else loaded; the returned stack takes the seams off again."""
+        seams = ExitStack()
+        seams.enter_context(rig.seams())
+        self.rig, self._spec = rig, spec
+        return seams
+
+    def _reload(self, spec: LoadSpec, listener: Listener) -> None:
+        self.close()
+        stack = ExitStack()
+        try:
+            family = families.family(spec.family)
+            self._loaded = stack.enter_context(
+                load(spec, family, listener=listener, check_cancelled=self.check_cancelled)
+            )
+            stack.enter_context(self._loaded.rig.seams())
+        except BaseException:
+            stack.close()
+            raise
+        self.rig, self._spec, self._load_stack = self._loaded.rig, spec, stack
+
+    def _unload(self) -> None:
+        self.rig = self._loaded = self._spec = None
+        self._load_stack.close()
+        self._load_stack = ExitStack()
+
+    def check_cancelled(self) -> None:
+        if self._cancel_reason:
+            raise Cancelled(self._cancel_reason)
+
+    def _push(self, lever: Lever) -> None:
+        assert self.rig is not None
+        stack, begun = ExitStack(), time.perf_counter()
+        before = _allocated(self.rig.device)
+        stack.enter_context(lever.engage(self.rig))
+        receipt = Receipt(
+            lever=lever.name,
+            engage_ms=(time.perf_counter() - begun) * 1000,
+            bytes=max(0, _allocated(self.rig.device) - before),
+        )
+        self._held.append((lever, stack, receipt))
+
+    def _pop(self) -> None:
+        _, stack, _ = self._held.pop()
+        stack.close()
+
+    def _pop_all(self) -> None:
+        with ExitStack() as everything:  # each is left even when leaving another one fails
+            for _, stack, _ in self._held:
+                everything.push(stack)
+            self._held = []
+
+
+# --------------------------------------------------------------------------- one call of a loaded pipeline
+
+
+def call_inputs(rig: Rig, request: Request, picture: Any = None) -> dict[str, Any]:
+    """The keyword arguments of `pipe(...)`. A setting that the pipeline does not take is refused, not dropped."""
+    takes = set(inspect.signature(type(rig.pipe).__call__).parameters)
+    generator = torch.Generator("cpu").manual_seed(int(request.seed or 0))  # the same noise on every device
+    inputs: dict[str, Any] = {
+        "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt,
+        "width": request.width,
+        "height": request.height,
+        "num_frames": request.num_frames,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "generator": generator,
+        "output_type": "np",
+    }
+    optional = {
+        "image": picture,
+        "max_sequence_length": rig.family.max_sequence_length,
+        "frame_rate": float(request.fps or rig.family.fps),
+        "use_dynamic_cfg": True if "dynamic_cfg" in rig.family.traits else None,
+    }
+    inputs |= {key: value for key, value in optional.items() if key in takes and value is not None}
+    held_elsewhere = {"guidance_scale"} if hasattr(rig.pipe, "guider") else set()
+    if "size_from_image" in rig.family.traits:
+        held_elsewhere |= {"width", "height"}
+    for name in sorted(set(inputs) - takes - held_elsewhere):
+        if name == "negative_prompt" and not request.negative_prompt:
+            continue
+        raise BadInput(f"{rig.family.title} takes no {name}: leave it out", field=name)
+    return {key: value for key, value in inputs.items() if key in takes}
+
+
+def _film(rig: Rig, request: Request, inputs: Mapping[str, Any]) -> np.ndarray:
+    """Run the pipeline and return its frames, F H W 3 in uint8. Raises RunFailed where numbers are not finite."""
+    finite: list[torch.Tensor] = []
+
+    def remember(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        finite.append(torch.isfinite(tensors["latents"]).all())  # stays on the device: nobody waits for it
+        return {}
+
+    watched = {"callback_on_step_end": remember} if _takes_callback(rig.pipe) else {}
+    with _guided(rig, request), torch.no_grad():
+        output = rig.pipe(**inputs, **watched)
+    for step, is_finite in enumerate(finite, start=1):
+        if not bool(is_finite):
+            raise RunFailed(
+                f"non-finite latents at step {step} of {len(finite)}: the run overflowed; "
+                "try another dtype (--dtype bfloat16 or float32), fewer levers or less guidance"
+            )
+    return video.as_uint8(_frames_of(output))
+
+
+def _takes_callback(pipe: Any) -> bool:
+    return "callback_on_step_end" in inspect.signature(type(pipe).__call__).parameters
+
+
+def _frames_of(output: Any) -> Any:
+    """The one clip of the batch, from `.frames` or a tuple (video, audio)."""
+    frames = output.frames if hasattr(output, "frames") else output[0]
+    return frames[0]
+
+
+@contextmanager
+def _guided(rig: Rig, request: Request) -> Iterator[None]:
+    """Pipelines with a guider hold the guidance scale in it: give the run a guider of the asked scale."""
+    guider = getattr(rig.pipe, "guider", None)
+    if guider is None:
+        yield
+        return
+    with swap_attr(rig.pipe, "guider", guider.new(guidance_scale=request.guidance_scale)):
+        yield
+
+
+def _picture(request: Request) -> Any:
+    """The conditioning picture, upright, RGB, covering the frame. Raises BadImage before anything loads."""
+    if request.image is None:
+        return None
+    assert request.width and request.height
+    return images.fit(images.open_image(request.image), request.width, request.height)
+
+
+def _truncation(rig: Rig, request: Request) -> tuple[str, ...]:
+    """What the text encoder will not see of the prompt, in words."""
+    limit, tokenizer = rig.family.max_sequence_length, getattr(rig.pipe, "tokenizer", None)
+    if limit is None or tokenizer is None:
+        return ()
+    notes = []
+    for name in ("prompt", "negative_prompt"):
+        ids = tokenizer(getattr(request, name) or "", truncation=False, verbose=False)["input_ids"]
+        if len(ids) > limit:
+            lost = tokenizer.decode(ids[limit - 1 :][:12], skip_special_tokens=True).strip()
+            notes.append(
+                f"{name}: {len(ids)} tokens, the model reads {limit}; {len(ids) - limit} dropped, from {lost!r} on"
+            )
+    return tuple(notes)
+
+
+@contextmanager
+def _memory_errors(plan: Plan, family: Family, device: Device) -> Iterator[None]:
+    """Memory that ran out, as an answer: what would fit."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        case = case_of(plan.request, family, device)
+        advice = fitting(case, budget_bytes=int((plan.expected.peak_bytes or 0) * 0.7))
+        raise OutOfMemory(f"memory ran out on {device.torch_name}: {advice}") from error
+
+
+def _allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device.startswith("cuda") else 0
+
+
+# --------------------------------------------------------------------------- generate, in one line
+
+
+def generate(prompt: str, *, listener: Listener = ignore, **settings: Any) -> Clip:
+    """Make one clip: `undercrank.generate("a red ball rolls left").save("ball.mp4")`.
+
+    settings: the fields of `Request` (model, width, height, num_frames, seed, fidelity, ...) and levers by knob.
+    """
+    known = set(Request.__dataclass_fields__)
+    wishes = tuple((knob, str(value)) for knob, value in settings.items() if knob not in known)
+    fields = {name: value for name, value in settings.items() if name in known}
+    if "fidelity" in fields:
+        fields["fidelity"] = as_fidelity(fields["fidelity"])
+    if fields.get("fps") is not None:
+        fields["fps"] = as_fps(fields["fps"])
+    with Engine() as engine:
+        return engine.generate(Request(prompt=prompt, wishes=wishes, **fields), listener=listener)
+
+
+# --------------------------------------------------------------------------- accelerate
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What `accelerate` yields: the plan, receipts and trace of the newest call of the pipeline."""
+
+    fidelity: Fidelity
+    wishes: tuple[tuple[str, str], ...]
+    plan: Plan | None = None
+    trace: Trace | None = None
+    receipts: tuple[Receipt, ...] = ()
+    calls: int = 0
+    listener: Listener = field(default=ignore, repr=False)
+
+
+@contextmanager
+def accelerate(
+    pipe: Any, fidelity: str | Fidelity = Fidelity.FAITHFUL, *, listener: Listener = ignore, **levers: str
+) -> Iterator[Run]:
+    """Run a diffusers pipeline faster: `with undercrank.accelerate(pipe) as run: pipe(...)`.
+
+    The pipeline is called as always; each call is planned from its own arguments. On leaving, the pipeline is
+    what the same calls on the stock pipeline would have left. Blocks nest: the inner one's words hold inside it.
+
+    levers: knob=value ("auto", "off", "on" or a setting). Raises BadInput for an unknown knob, LeverRefused (at
+    the call) for a lever that cannot be honoured.
+    """
+    run = Run(fidelity=as_fidelity(fidelity), wishes=tuple(levers.items()), listener=listener)
+    check_wishes(run.wishes)  # an unknown knob is refused here, not at the first call
+    held = _HELD.get(pipe)
+    if held is None:
+        with _Hold(pipe) as held, held.within(run):
+            yield run
+    else:
+        with held.within(run):
+            yield run
+
+
+class _Hold:
+    """One engine per pipeline, from the outermost `accelerate` on to its end."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        self.rig = Rig(pipe, family_of_pipeline(pipe), str(pipe._execution_device))
+        self.engine = Engine()
+        self.runs: list[Run] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Hold:
+        with ExitStack() as stack:
+            stack.callback(_HELD.pop, self.pipe, None)
+            _HELD[self.pipe] = self
+            stack.enter_context(swap_class(self.pipe, _called_through(type(self.pipe), self)))
+            stack.enter_context(self.engine.adopt(self.rig, LoadSpec(family="", source="", dtype="", device="")))
+            stack.callback(self.engine._pop_all)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def within(self, run: Run) -> Iterator[None]:
+        self.runs.append(run)
+        try:
+            yield
+        finally:
+            if self.runs[-1] is not run:
+                raise RuntimeError(
+                    "accelerate blocks of one pipeline were left in the wrong order: leave the inner first"
+                )
+            self.runs.pop()
+            if self.runs and (plan := self.runs[-1].plan) is not None:
+                self.engine.move_to(plan)
+
+    def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One `pipe(...)`: plan from its arguments, move there, run, remember."""
+        run = self.runs[-1]
+        if self.rig.called:  # a pipeline that calls itself is one run
+            return original(self.pipe, *args, **kwargs)
+        plan = self._plan(run, _arguments(original, self.pipe, args, kwargs))
+        self.engine._spec = plan.load
+        self.engine.move_to(plan)
+        run.plan = plan
+        result, run.trace, run.receipts = self.engine.run(
+            plan, lambda: original(self.pipe, *args, **kwargs), run.listener
+        )
+        run.calls += 1
+        return result
+
+    def _plan(self, run: Run, arguments: Mapping[str, Any]) -> Plan:
+        device = _device_of(self.rig.device, self.engine.machine)
+        live = Live(device=device, dtype=_dtype_of(self.rig), scheduler=type(self.rig.scheduler).__name__)
+        request = _request_of(arguments, self.rig.family, run)
+        spec = LoadSpec(family=self.rig.family.id, source="live", dtype=live.dtype, device=device.torch_name)
+        return make_plan(
+            request,
+            family=self.rig.family,
+            machine=self.engine.machine,
+            ledger=self.engine.ledger,
+            load=spec,
+            live=live,
+        )
+
+
+_HELD: weakref.WeakKeyDictionary[Any, _Hold] = weakref.WeakKeyDictionary()
+"The pipelines inside an `accelerate` block: a nested block finds the outer one's engine here."
+
+
+def _called_through(cls: type, hold: _Hold) -> type:
+    """A subclass whose call goes through the engine; same name, same signature, same module."""
+    original = cls.__call__
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return hold.call(original, args, kwargs)
+
+    body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), body)
+
+
+def _arguments(
+    original: Callable[..., Any], pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The call's arguments by name, defaults included."""
+    bound = inspect.signature(original).bind(pipe, *args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _request_of(arguments: Mapping[str, Any], family: Family, run: Run) -> Request:
+    """The shape of a call as a Request; what is no number there (None, a schedule) is the family's default."""
+
+    def number(name: str, fallback: Any) -> Any:
+        value = arguments.get(name)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else fallback
+
+    steps = arguments.get("timesteps") or arguments.get("sigmas")
+    prompt = arguments.get("prompt")
+    return Request(
+        prompt=prompt if isinstance(prompt, str) else "",
+        model=family.id,
+        width=number("width", family.width),
+        height=number("height", family.height),
+        num_frames=number("num_frames", family.num_frames),
+        num_inference_steps=len(steps) if steps else number("num_inference_steps", family.num_inference_steps),
+        guidance_scale=number("guidance_scale", family.guidance_scale),
+        fidelity=run.fidelity,
+        wishes=run.wishes,
+    )
+
+
+def family_of_pipeline(pipe: Any) -> Family:
+    """The row of a pipeline at hand; a plain row where its class is not in the table."""
+    name = type(pipe).__name__
+    repo = getattr(pipe, "name_or_path", None) or pipe.config.get("_name_or_path")
+    known = families.of_pipeline(name, repo)
+    return known or replace(
+        families.FAMILIES[0],
+        id=f"unknown:{name}",
+        title=name,
+        repo=str(repo),
+        pipeline=name,
+        traits=frozenset(),
+        note="",
+    )
+
+
+def _device_of(name: str, machine: Machine) -> Device:
+    """The machine's device of that name; a logical or foreign device by its kind alone."""
+    found = next((d for d in machine.devices if name in (d.torch_name, d.kind)), None)
+    kind, _, index = name.partition(":")
+    return found or Device(kind=kind, index=int(index or 0), name=kind)
+
+
+def _dtype_of(rig: Rig) -> str:
+    dtype = str(getattr(rig.denoisers[0], "dtype", "float32")).removeprefix("torch.")
+    return dtype if dtype in ("float32", "bfloat16", "float16") else "float32"

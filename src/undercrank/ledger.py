@@ -1,0 +1,79 @@
+"""Measured rows: append, look up. "What did this cost in a case like this, how surely?"
+
+Rows are JSON lines. The package ships `evidence/*.jsonl`; what is measured on this machine is appended to the
+user's own file (`UNDERCRANK_LEDGER`). A row is never edited: a later one of the same case stands beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+from undercrank.records import BadInput, Case, Measurement
+from undercrank.settings import settings
+
+HERE = "measured here"
+
+
+class Ledger:
+    """A set of rows, read once."""
+
+    def __init__(self, rows: Iterable[Measurement] = ()) -> None:
+        self.rows = tuple(rows)
+
+    def runs_like(self, case: Case) -> tuple[Measurement, ...]:
+        """Whole runs of this model on this kind of device, the nearest shape first."""
+        rows = [
+            row
+            for row in self.rows
+            if row.lever is None and row.family == case.family.id and row.step_ms is not None
+            and row.device == case.device.name and row.dtype == case.dtype
+        ]  # fmt: skip
+        return tuple(sorted(rows, key=lambda row: abs(_pixels(row) - _pixels(case))))
+
+    def of_lever(self, lever: str, case: Case) -> tuple[Measurement, ...]:
+        """Rows that compare this lever with its absence, for this model."""
+        return tuple(row for row in self.rows if row.lever == lever and row.family == case.family.id)
+
+
+def read_ledger(path: Path | None = None) -> Ledger:
+    """The shipped rows and the user's own. A broken line in the user's file is named, not skipped."""
+    shipped = [row for file in _shipped() for row in _rows(file.read_text(encoding="utf-8"), file.name)]
+    own = path or settings().ledger
+    return Ledger([*shipped, *_rows(own.read_text(encoding="utf-8"), str(own))] if own.exists() else shipped)
+
+
+def append(row: Measurement, path: Path | None = None) -> None:
+    """Add one row to the user's ledger; one `write` call, so that two processes do not mix their lines."""
+    own = path or settings().ledger
+    own.parent.mkdir(parents=True, exist_ok=True)
+    line = (row.to_json() + "\n").encode()
+    descriptor = os.open(own, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def _shipped() -> list[Path]:
+    folder = resources.files("undercrank") / "evidence"
+    return sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".jsonl"))
+
+
+def _rows(text: str, name: str) -> list[Measurement]:
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(Measurement.from_json(line))
+        except (json.JSONDecodeError, BadInput, TypeError, ValueError) as error:
+            raise BadInput(f"{name}, line {number} is no ledger row ({error}); remove the line") from error
+    return rows
+
+
+def _pixels(shape: Measurement | Case) -> int:
+    return shape.width * shape.height * shape.num_frames

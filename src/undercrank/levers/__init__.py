@@ -1,0 +1,23 @@
+"""The levers, first entered to last. One file each; the core never names one of them.
+
+Each entry's comment says why it stands where it stands: ORDER is the only place where levers meet.
+"""
+
+from __future__ import annotations
+
+from undercrank.levers.host_sync import HostSync
+from undercrank.records import Lever
+
+ORDER: tuple[type[Lever], ...] = (
+    HostSync,  # touches the scheduler only: nothing before it needs its mirrors, nothing after may see it come late
+)
+
+
+def lever_of_knob(knob: str) -> type[Lever] | None:
+    """The lever that a request's knob speaks of."""
+    return next((lever for lever in ORDER if knob in (lever.knobs or (lever.name,))), None)
+
+
+def knobs() -> tuple[str, ...]:
+    """Every knob that a request may name in this version."""
+    return tuple(knob for lever in ORDER for knob in (lever.knobs or (lever.name,)))

@@ -1,0 +1,264 @@
+"""One clip from the command line: check the outputs, make it, write it, remember how long it took.
+
+torch is imported only once the request has been checked: a slip in an option is answered at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from undercrank import screen
+from undercrank.ledger import HERE, append, read_ledger
+from undercrank.machine import this_machine
+from undercrank.planner import make_plan
+from undercrank.records import BadInput, Measurement, NotFound, Plan, Report, Request, RunFailed
+from undercrank.sources import which_model
+from undercrank.video import appears_whole, read_recipe, safe_stem
+
+if TYPE_CHECKING:
+    from undercrank.engine import Clip
+
+OnCancellable = Callable[[Callable[[str], None]], AbstractContextManager[None]]
+
+OPTIONS = {
+    "prompt": "prompt", "model": "model", "negative_prompt": "negative_prompt", "image": "image",
+    "frames": "num_frames",
+    "fps": "fps", "steps": "num_inference_steps", "guidance": "guidance_scale", "seed": "seed", "fidelity": "fidelity",
+    "lever": "wishes", "device": "device", "dtype": "dtype",
+}  # fmt: skip
+"Command-line parameter -> field of the Request; `size` fills two."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where the results go; checked before anything is loaded."""
+
+    clip: Path | None
+    master: Path | None
+    report: Path | None
+
+    @classmethod
+    def checked(cls, clip: Path | None, *, master: Path | None, report: Path | None) -> Outputs:
+        for path, suffix, option in ((clip, ".mp4", "-o"), (master, ".mkv", "--master"), (report, ".json", "--report")):
+            if path is not None:
+                _check_target(path, suffix, option)
+        if clip is None:
+            _check_folder(Path.cwd(), "-o")
+        return cls(clip=clip, master=master, report=report)
+
+
+def make_clip(
+    asked: Request,
+    outputs: Outputs,
+    *,
+    repeat: Path | None,
+    given: frozenset[str],
+    allow_pickle: bool,
+    local_files_only: bool,
+    as_json: bool,
+    quiet: bool,
+    on_cancellable: OnCancellable,
+) -> None:
+    """Make, write, report. Raises the errors of the engine; OSError where a file cannot be written."""
+    recipe = read_recipe(repeat) if repeat else None
+    request = _repeated(recipe, asked, given) if recipe else asked
+    if not recipe and "prompt" not in given:
+        raise BadInput('what shall the film show? undercrank generate "a red ball rolls left"', field="prompt")
+    plan = _plan(request, allow_pickle, local_files_only)
+    _check_space(outputs, plan)
+    _tell_plan(plan, as_json=as_json, quiet=quiet)
+
+    from undercrank.engine import Engine  # needs torch
+
+    with (
+        screen.showing(as_json=as_json, quiet=quiet) as show,
+        Engine(allow_pickle=allow_pickle, local_files_only=local_files_only) as engine,
+        on_cancellable(engine.cancel),
+    ):
+        clip = engine.generate(request, listener=show)
+
+        def show_or_stop(event: Any) -> None:
+            show(event)
+            engine.check_cancelled()
+
+        file = _write(clip, outputs, show_or_stop)
+    _remember(clip.report)
+    _tell_result(clip.report, file, recipe, notes_before=plan.notes, as_json=as_json, quiet=quiet)
+
+
+# --------------------------------------------------------------------------- before
+
+
+def _plan(request: Request, allow_pickle: bool, local_files_only: bool) -> Plan:
+    family, load = which_model(request, allow_pickle=allow_pickle, local_files_only=local_files_only)
+    return make_plan(request, family=family, machine=this_machine(), ledger=read_ledger(), load=load)
+
+
+def _repeated(recipe: Mapping[str, Any], asked: Request, given: frozenset[str]) -> Request:
+    """The recipe's request; what the person typed wins."""
+    try:
+        request = Request.from_dict(recipe["request"])
+    except (KeyError, TypeError) as error:
+        raise BadInput("the recipe in this file is not one of undercrank's", field="from") from error
+    typed = {field: getattr(asked, field) for option, field in OPTIONS.items() if option in given}
+    if "size" in given:
+        typed |= {"width": asked.width, "height": asked.height}
+    return replace(request, **typed)
+
+
+def _check_target(path: Path, suffix: str, option: str) -> None:
+    if path.suffix.lower() != suffix:
+        raise BadInput(
+            f"{option} {path}: the name must end in {suffix}, such as {path.stem or 'clip'}{suffix}", field=option
+        )
+    if path.is_dir():
+        raise BadInput(f"{option} {path}: is a folder; name a file in it", field=option)
+    _check_folder(path.absolute().parent, option)
+
+
+def _check_folder(folder: Path, option: str) -> None:
+    if not folder.is_dir():
+        raise BadInput(f"{option}: there is no folder {folder}; make it with mkdir -p", field=option)
+    if not os.access(folder, os.W_OK):
+        raise BadInput(f"{option}: the folder {folder} is read-only; choose another", field=option)
+
+
+def _check_space(outputs: Outputs, plan: Plan) -> None:
+    """Refuse before the run what would surely fail after it: an mp4 needs at the very least a bit per pixel."""
+    assert plan.request.width and plan.request.height and plan.request.num_frames
+    needed = plan.request.width * plan.request.height * plan.request.num_frames // 100 + 4096
+    folder = (outputs.clip or Path.cwd() / "clip.mp4").absolute().parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise RunFailed(f"the disk is full: {folder} has {free} bytes free, the clip needs about {needed}")
+
+
+# --------------------------------------------------------------------------- after
+
+
+def _write(clip: Clip, outputs: Outputs, listener: Any) -> Path:
+    request = clip.report.request
+    default = Path(f"{safe_stem(request.prompt)}-{request.seed}.mp4")
+    file = clip.save(outputs.clip or default, listener=listener)
+    if outputs.master:
+        clip.save_master(outputs.master)
+    if outputs.report:
+        with appears_whole(outputs.report) as part:
+            part.write_text(clip.report.to_json(indent=2) + "\n", encoding="utf-8")
+    return file
+
+
+def _remember(report: Report) -> None:
+    """A row of this run's times in the user's own ledger: the next plan knows what to expect."""
+    row = _row_of(report)
+    try:
+        append(row)
+    except OSError as error:  # a read-only home must not cost the clip; it is said, the figure is in the report
+        screen.say(f"note: the times of this run could not be kept: {error}")
+
+
+def _row_of(report: Report) -> Measurement:
+    request, trace = report.request, report.trace
+    device = report.machine.device(report.plan.load.device)
+    assert request.width and request.height and request.num_frames and request.num_inference_steps
+    steps = sorted(trace.step_ms)
+    total_s = sum(seconds for stage, seconds in trace.stage_s.items() if stage != "load")
+    row = Measurement(
+        id="",
+        family=report.plan.load.family,
+        lever=None,
+        source=HERE,
+        machine=report.machine.name,
+        device=device.name,
+        versions=report.machine.packages,
+        width=request.width,
+        height=request.height,
+        num_frames=request.num_frames,
+        num_inference_steps=request.num_inference_steps,
+        dtype=report.plan.load.dtype,
+        n=1,
+        step_ms=steps[len(steps) // 2] if steps else None,
+        spread_ms=(steps[-1] - steps[0]) / 2 if steps else None,
+        total_s=total_s,
+        peak_bytes=trace.peak_bytes,
+        note=f"levers: {', '.join(receipt.lever for receipt in report.receipts) or 'none'}",
+    )
+    return replace(row, id=hashlib.sha256(row.to_json().encode()).hexdigest()[:12])
+
+
+# --------------------------------------------------------------------------- said
+
+
+def _tell_plan(plan: Plan, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        screen.print_json({"event": "plan", "plan": plan.to_dict()})
+    elif not quiet:
+        for note in plan.notes:
+            screen.say(f"note: {note}")
+        on = ", ".join(f"{d.lever}" for d in plan.decisions if d.status == "applied") or "none"
+        screen.say(
+            f"{plan.load.family}, {plan.load.dtype} on {plan.load.device}; levers: {on}; promise: {plan.promise.value}"
+        )
+
+
+def _tell_result(
+    report: Report,
+    file: Path,
+    recipe: Mapping[str, Any] | None,
+    *,
+    notes_before: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    if as_json:
+        screen.print_json({"event": "done", "file": str(file), "report": report.to_dict()})
+        return
+    if quiet:
+        return
+    for note in report.notes:
+        if note not in notes_before:
+            screen.say(f"note: {note}")
+    if recipe is not None:
+        screen.say(_compared(recipe, report))
+    print(file)
+
+
+def _compared(recipe: Mapping[str, Any], report: Report) -> str:
+    """Is it the same film? If not, what differs."""
+    if recipe.get("frames_hash") == report.frames_hash:
+        return "the same frames as in the recipe, bit for bit"
+    reasons = []
+    if recipe.get("model_fingerprint") != report.model_fingerprint:
+        reasons.append("other weights")
+    if recipe.get("machine", {}).get("name") != report.machine.name:
+        reasons.append("another machine")
+    if recipe.get("machine", {}).get("packages") != report.machine.packages:
+        reasons.append("other package versions")
+    if recipe.get("request") != report.request.to_dict():
+        reasons.append("changed settings")
+    return f"not the same frames as in the recipe: {', '.join(reasons) or 'no difference in the recipe explains it'}"
+
+
+def recipe_in_words(file: Path, *, as_json: bool) -> str:
+    """What `undercrank show` prints."""
+    if not file.exists():
+        raise NotFound(f"there is no file {file}")
+    recipe = read_recipe(file)
+    if as_json:
+        return json.dumps(recipe, indent=2)
+    request, plan = recipe.get("request", {}), recipe.get("plan", {})
+    lines = [f"{key}: {request[key]}" for key in request if request[key] not in (None, [], "")]
+    lines += [f"{d['lever']}: {d['chosen']} - {d['reason']}" for d in plan.get("decisions", [])]
+    lines += [f"note: {note}" for note in recipe.get("notes", [])]
+    trace = recipe.get("trace", {})
+    lines.append("seconds: " + ", ".join(f"{stage} {s:.1f}" for stage, s in trace.get("stage_s", {}).items()))
+    lines += [f"{key}: {recipe.get(key)}" for key in ("model_fingerprint", "frames_hash", "undercrank")]
+    return "\n".join(lines)

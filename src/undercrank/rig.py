@@ -1,0 +1,192 @@
+"""A loaded pipeline as levers see it, and the few seams that they may touch.
+
+The seam of a run is the pipeline's own `progress_bar`: every video pipeline of diffusers opens one around its
+denoising loop. Wrapped on the instance it tells the loop's start (with its length), each step and the end, also
+when the end is an exception. The branch comes from the denoiser's `cache_context`, wrapped the same way.
+
+Floor 1: no torch; a pipeline is used by its attributes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from undercrank.records import Cancelled, Family
+from undercrank.undo import swap_attr
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+"Components that are called in every step; the second one is the low-noise expert of two-expert models."
+
+
+class Rig:
+    """One pipeline, its device, and the state of the run under way."""
+
+    def __init__(self, pipe: Any, family: Family, device: str) -> None:
+        self.pipe = pipe
+        self.family = family
+        self.device = device
+        "Torch name of the device that denoises."
+        self.at_start: list[Callable[[int], None]] = []
+        "Called with the number of steps when the denoising loop begins."
+        self.at_step: list[Callable[[int], None]] = []
+        "Called with the index of the step that has just ended."
+        self.at_end: list[Callable[[BaseException | None], None]] = []
+        "Called when the loop ends, in reverse order of registration, with the exception that ended it, if any."
+        self.called = False
+        "True from the entry of `pipe(...)` to its return."
+        self.running = False
+        "True inside the denoising loop of this pipeline: levers act only then."
+        self.step_index = 0
+        self.total_steps = 0
+        self.branch: str | None = None
+        self.branch_calls: dict[str, int] = {}
+        self.counters: dict[str, int] = {}
+        "What levers counted in this call, by `lever.what`; their `verify` reads it."
+        self._cancel_reason: str | None = None
+
+    @property
+    def denoisers(self) -> list[Any]:
+        """Primary, then experts; a lever on the model engages on each."""
+        found = [getattr(self.pipe, name, None) for name in DENOISERS]
+        return [module for module in found if module is not None]
+
+    @property
+    def scheduler(self) -> Any:
+        return self.pipe.scheduler
+
+    def count(self, what: str, by: int = 1) -> None:
+        self.counters[what] = self.counters.get(what, 0) + by
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Stop the run within one step. Safe from another thread and from a signal handler."""
+        self._cancel_reason = reason
+
+    def check_cancelled(self) -> None:
+        if self._cancel_reason is not None:
+            raise Cancelled(self._cancel_reason)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """The extent of one `pipe(...)` call. A failed call performs the duties that diffusers leaves undone."""
+        self.called = True
+        self._cancel_reason = None
+        self.branch_calls, self.counters = {}, {}
+        try:
+            yield
+        except BaseException:
+            self._tidy_after_failure()
+            raise
+        finally:
+            self.called = False
+
+    @contextmanager
+    def seams(self) -> Iterator[None]:
+        """Wrap `progress_bar` and each denoiser's `cache_context`; undone on leaving."""
+        with ExitStack() as stack:
+            bar = self.pipe.progress_bar
+            stack.enter_context(swap_attr(self.pipe, "progress_bar", self._bar_maker(bar)))
+            for module in self.denoisers:
+                if hasattr(module, "cache_context"):
+                    context = self._context_maker(module.cache_context)
+                    stack.enter_context(swap_attr(module, "cache_context", context))
+            yield
+
+    def _bar_maker(self, original: Callable[..., Any]) -> Callable[..., Bar]:
+        def progress_bar(iterable: Any = None, total: int | None = None) -> Bar:
+            length = total if total is not None else len(iterable)
+            return Bar(original(iterable=iterable, total=total), self, length)
+
+        return progress_bar
+
+    def _context_maker(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def cache_context(name: str, **where: Any) -> Iterator[None]:
+            outer = self.branch
+            with original(name, **where):
+                self.branch = name
+                self.branch_calls[name] = self.branch_calls.get(name, 0) + 1
+                try:
+                    yield
+                finally:
+                    self.branch = outer
+
+        return cache_context
+
+    def _start(self, total: int) -> None:
+        self.step_index, self.total_steps = 0, total
+        for callback in list(self.at_start):  # set-up copies belong before the loop, not into its count
+            callback(total)
+        self.running = True
+
+    def _step(self, count: int) -> None:
+        for _ in range(count):
+            index = self.step_index
+            self.step_index += 1
+            for callback in list(self.at_step):
+                callback(index)
+        self.check_cancelled()
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self.running:
+            return
+        self.running = False
+        with ExitStack() as stack:  # every callback is called, also when one of them raises
+            for callback in list(self.at_end):
+                stack.callback(callback, error)
+
+    def _tidy_after_failure(self) -> None:
+        """What a stock pipeline forgets when a forward raises (seen in diffusers 0.42.1).
+
+        The guider's hooks stay on the denoiser ("Hook with name ... already exists" in the next run), momentum
+        of a guider stays, and offload hooks keep models on the device.
+        """
+        guider = getattr(self.pipe, "guider", None)
+        if guider is not None:
+            for module in self.denoisers:
+                guider.cleanup_models(module)
+            if getattr(guider, "momentum_buffer", None) is not None:
+                guider.momentum_buffer = None
+        if hasattr(self.pipe, "maybe_free_model_hooks"):
+            self.pipe.maybe_free_model_hooks()
+
+
+class Bar:
+    """A progress bar that also tells the rig where the run is. It stays a bar: bars nest and are iterated."""
+
+    def __init__(self, bar: Any, rig: Rig, total: int) -> None:
+        self._bar, self._rig, self._total = bar, rig, total
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+    def __enter__(self) -> Bar:
+        self._bar.__enter__()
+        self._rig._start(self._total)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Any:
+        try:
+            return self._bar.__exit__(kind, error, trace)
+        finally:
+            self._rig._end(error)
+
+    def update(self, n: int = 1) -> Any:
+        result = self._bar.update(n)
+        self._rig._step(n)
+        return result
+
+    def __iter__(self) -> Iterator[Any]:
+        """Pipelines that write `for t in self.progress_bar(timesteps)`."""
+        self._rig._start(self._total)
+        error: BaseException | None = None
+        try:
+            for item in self._bar:
+                yield item
+                self._rig._step(1)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._rig._end(error)

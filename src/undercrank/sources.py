@@ -1,0 +1,195 @@
+"""Where a model's files are, what they are made of, and which weights they hold. No torch, no weight is read.
+
+Safetensors only unless pickles are allowed by name; no code from a repository is ever run; offline, a missing
+model is named together with the places where it was looked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from undercrank import families
+from undercrank.planner import load_spec
+from undercrank.records import BadInput, Family, LoadSpec, NotFound, Request
+from undercrank.settings import settings
+
+WEIGHTS = (".safetensors",)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+LIBRARIES = ("diffusers", "transformers")
+"The only packages whose classes a model_index.json may name: anything else would be code of the repository."
+
+
+def which_model(
+    request: Request, *, allow_pickle: bool = False, local_files_only: bool = False
+) -> tuple[Family, LoadSpec]:
+    """The family of the named model and where its weights come from: a family id, a hub id or a folder.
+
+    Raises BadInput with the nearest names, NotFound where a named folder or repository is missing.
+    """
+    known = families.find(request.model)
+    if known is not None:
+        spec = load_spec(known)
+    else:
+        spec = LoadSpec(family="", source=request.model, dtype="float32", device="cpu")
+    spec = replace(spec, allow_pickle=allow_pickle, local_files_only=local_files_only)
+    if known is not None:
+        return known, spec
+    if not looks_like_folder(request.model) and "/" not in request.model:
+        return families.family(request.model), spec  # raises, with the nearest names
+    folder = locate(spec)
+    class_name = str(read_index(folder)["_class_name"])
+    row = families.of_pipeline(class_name, request.model)
+    if row is None:
+        raise BadInput(f"{request.model}: {class_name} is no video pipeline that is known here", field="model")
+    return row, replace(spec, family=row.id)
+
+
+# --------------------------------------------------------------------------- where the model is
+
+
+def locate(spec: LoadSpec) -> Path:
+    """The folder that holds the model: in the package, on disk, in the hub's cache, or downloaded into it."""
+    if spec.source.startswith("package:"):
+        return Path(str(resources.files("undercrank") / spec.source.removeprefix("package:")))
+    if looks_like_folder(spec.source):
+        return _existing(Path(spec.source).expanduser())
+    return _from_hub(spec)
+
+
+def looks_like_folder(source: str) -> bool:
+    """A path by its form, or an existing folder; anything else with one slash is a hub id."""
+    return source.startswith((".", "/", "~")) or Path(source).is_dir()
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise NotFound(f"there is no folder {folder}")
+    if not (folder / "model_index.json").is_file():
+        raise BadInput(f"{folder} holds no model_index.json: it is no model in diffusers layout", field="model")
+    return folder
+
+
+def _from_hub(spec: LoadSpec) -> Path:
+    """The cached snapshot if complete; else a download, unless offline."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.txt", "*.model", "*.safetensors", *(["*.bin"] if spec.allow_pickle else [])]
+    options: dict[str, Any] = {"revision": spec.revision, "allow_patterns": patterns}
+    try:
+        return _existing(Path(snapshot_download(spec.source, local_files_only=True, **options)))
+    except HFValidationError as error:
+        raise BadInput(
+            f"{spec.source!r} is neither a model of this version nor a hub id: {error}", field="model"
+        ) from error
+    except (LocalEntryNotFoundError, BadInput):
+        pass  # not there, or only a part of it: ask the network
+    looked = f"looked in {settings().hub_cache}"
+    if spec.local_files_only or settings().offline:
+        raise NotFound(f"{spec.source} is not on this machine ({looked}) and the network is switched off")
+    try:
+        return _existing(Path(snapshot_download(spec.source, etag_timeout=10, **options)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotFound(
+            f"{spec.source} is not on this machine ({looked}) and could not be fetched: {reason}. "
+            "Give a folder with --model FOLDER, or try again with a network"
+        ) from error
+
+
+# --------------------------------------------------------------------------- what it is made of
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """model_index.json. Raises BadInput where it is broken or names code that is not of a known library."""
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{folder}: model_index.json cannot be read: {error}", field="model") from error
+    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+        raise BadInput(f"{folder}: model_index.json names no pipeline class", field="model")
+    for name, entry in components(index).items():
+        if not set(entry) <= {None} and entry[0] not in LIBRARIES:
+            raise BadInput(
+                f"{folder}: component {name} comes from {entry[0]!r}, which is code of the repository: refused",
+                field="model",
+            )
+    return index
+
+
+def components(index: dict[str, Any]) -> dict[str, list[Any]]:
+    """Name -> [library, class] of each component."""
+    return {
+        name: entry
+        for name, entry in index.items()
+        if not name.startswith("_") and isinstance(entry, list) and len(entry) == 2 and not isinstance(entry[0], bool)
+    }
+
+
+def check_files(folder: Path, index: dict[str, Any], *, allow_pickle: bool) -> None:
+    """Refuse pickles, which can run code when read, and components without weights."""
+    for name in weighted(folder, index):
+        files = [file.suffix for file in (folder / name).iterdir()]
+        if any(suffix in WEIGHTS for suffix in files):
+            continue
+        if not any(suffix in PICKLES for suffix in files):
+            raise NotFound(f"{folder / name} holds no weights: the download is incomplete, or the folder is")
+        if not allow_pickle:
+            raise BadInput(
+                f"{folder / name} holds only pickled weights, which can run code when read: convert them to "
+                "safetensors, or allow them with --allow-pickle if you trust their source",
+                field="model",
+            )
+
+
+def weighted(folder: Path, index: dict[str, Any]) -> list[str]:
+    """Components that are models: they have a config.json beside their weights; tokenizers and schedulers do not."""
+    present = [name for name, entry in components(index).items() if entry[1] and (folder / name).is_dir()]
+    return [name for name in present if (folder / name / "config.json").is_file()]
+
+
+# --------------------------------------------------------------------------- which model it is
+
+FULL_HASH_BYTES = 2**30
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fingerprint(folder: Path) -> str:
+    """Which weights these are: sha256 over every weight file's name and contents.
+
+    A file of the hub's cache is named by its own sha256, which is taken as its contents. Other files are read
+    whole up to 1 GiB in all; beyond that, each by its size and its first and last MiB ("sampled:").
+    """
+    files = sorted(file for file in folder.rglob("*") if file.suffix in WEIGHTS + PICKLES)
+    whole = sum(file.stat().st_size for file in files) <= FULL_HASH_BYTES
+    digest, sampled = hashlib.sha256(), False
+    for file in files:
+        digest.update(str(file.relative_to(folder)).encode())
+        blob = file.resolve().name
+        if _SHA256.fullmatch(blob):
+            digest.update(blob.encode())
+        elif whole:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        else:
+            digest.update(_ends(file))
+            sampled = True
+    return ("sampled:" if sampled else "") + digest.hexdigest()
+
+
+def _ends(file: Path, mib: int = 2**20) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as data:
+        first = data.read(mib)
+        data.seek(max(0, size - mib))
+        return size.to_bytes(8, "big") + first + data.read(mib)
+
+
+def bytes_of(folder: Path, allow_pickle: bool) -> int:
+    suffixes = WEIGHTS + PICKLES if allow_pickle else WEIGHTS
+    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in suffixes)

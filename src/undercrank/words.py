@@ -1,0 +1,48 @@
+"""From what people type to values: sizes, frame rates, fidelity words, lever wishes. Raises BadInput, never guesses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+
+from undercrank.records import BadInput, Fidelity
+
+
+def as_size(text: str | None) -> tuple[int | None, int | None]:
+    """ "832x480" -> (832, 480); None -> (None, None), the family's own size."""
+    if text is None:
+        return None, None
+    match = re.fullmatch(r"\s*(\d{1,6})\s*[xX\u00d7*]\s*(\d{1,6})\s*", text)
+    if match is None:
+        raise BadInput(f"size {text!r}: write WIDTHxHEIGHT in pixels, such as 832x480 or 128x128", field="size")
+    return int(match[1]), int(match[2])
+
+
+def as_fps(value: str | int | float | Fraction | None) -> Fraction | None:
+    """ "24000/1001", "16", 16, 23.976 -> an exact fraction."""
+    if value is None:
+        return None
+    try:
+        return Fraction(str(value)).limit_denominator(100_000)
+    except (ValueError, ZeroDivisionError) as error:
+        raise BadInput(f"fps {value!r}: write a number such as 16 or 24000/1001", field="fps") from error
+
+
+def as_fidelity(word: str | Fidelity) -> Fidelity:
+    try:
+        return Fidelity(word)
+    except ValueError as error:
+        choices = ", ".join(f.value for f in Fidelity)
+        raise BadInput(f"fidelity {word!r}: choose {choices}", field="fidelity") from error
+
+
+def as_wishes(pairs: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """ "host_sync=off" -> ("host_sync", "off"). Whether the knob exists is the planner's question."""
+    wishes = []
+    for pair in pairs:
+        knob, sign, value = pair.partition("=")
+        if not sign or not knob.strip() or not value.strip():
+            raise BadInput(f"lever {pair!r}: write NAME=VALUE, such as host_sync=off", field="lever")
+        wishes.append((knob.strip(), value.strip()))
+    return tuple(wishes)
