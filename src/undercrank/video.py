@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -82,7 +83,7 @@ def as_uint8(frames: Any) -> np.ndarray:
 
     Raises BadFrames: no frames; wrong shape; NaN or infinite; outside 0..1 by more than 1e-3.
     """
-    clip = _stacked(frames) if isinstance(frames, Sequence) else frames
+    clip = _stacked(frames) if isinstance(frames, list | tuple) else frames
     channels_last = _channels_last(clip)
     if str(channels_last.dtype).endswith("uint8"):
         return as_numpy(channels_last)
@@ -201,7 +202,7 @@ def _ffv1() -> _Coding:
         pix_fmt="bgr0",
         picture_of=_to_bgr0,
         container_options={"fflags": "+bitexact"},  # else Matroska draws a random segment id
-        codec_options={"level": "3", "slicecrc": "1", "threads": "1"},
+        codec_options={"level": "3", "threads": "1"},
     )
 
 
@@ -243,10 +244,16 @@ def write_master(
     comment: str = "",
     on_frame: OnFrame | None = None,
 ) -> Path:
-    """Write the archive copy: ffv1 in Matroska, every pixel exact at any size. Else as `write_mp4`."""
+    """Write the archive copy: ffv1 in Matroska, every pixel exact at any size. Else as `write_mp4`.
+
+    The file holds the clip's `frames_hash`, and `read_frames` checks it.
+    """
     clip_FHWC, rate = as_uint8(frames_FHWC), exact_fps(fps)
     tags = _tags({key: value for key, value in recipe.items() if key != "crop"}, title, comment)
-    return _write(path, clip_FHWC, _ffv1(), rate, tags, on_frame)
+    return _write(path, clip_FHWC, _ffv1(), rate, tags | {_HASH: frames_hash(clip_FHWC)}, on_frame)
+
+
+_HASH = "frames_sha256"
 
 
 def _write(
@@ -287,15 +294,13 @@ def _encode(
 def _add_stream(file: OutputContainer, clip_FHWC: np.ndarray, coding: _Coding, fps: Fraction) -> VideoStream:
     picture = coding.picture_of(clip_FHWC[0])
     stream = file.add_stream(coding.codec, rate=fps, options=dict(coding.codec_options))
-    stream.metadata[_FRAME_COUNT] = str(len(clip_FHWC))
     context = stream.codec_context
     context.width, context.height, context.pix_fmt = picture.width, picture.height, coding.pix_fmt
-    if coding.pix_fmt == "yuv420p":  # all four: where one is missing, browsers guess the matrix from the height
+    if coding.pix_fmt == "yuv420p":  # all four: where one is missing, browsers guess the matrix
         context.color_range = context.colorspace = context.color_primaries = context.color_trc = _BT709
     return stream
 
 
-_FRAME_COUNT = "NUMBER_OF_FRAMES"  # Matroska's usual tag for it: its header has no count of its own
 _BT709 = 1  # the code point of BT.709 in matrix, primaries and transfer alike; as a range, 1 is "limited"
 
 
@@ -333,10 +338,9 @@ def appears_whole(path: PathLike) -> Iterator[Path]:
 
 def _refuse_target(final: Path) -> None:
     """A name that is too long, or a folder's, should fail now and not after the encoding."""
-    if final.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
     with suppress(FileNotFoundError):
-        final.lstat()
+        if stat.S_ISDIR(final.lstat().st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
 
 
 def _sync(path: Path) -> None:
@@ -367,7 +371,10 @@ def _as_os_errors(final: Path) -> Iterator[None]:
 
 def _refuse_lost_frames(part: Path, num_frames: int) -> None:
     """An encoder may drop a frame without an error, and a disk a block: count what arrived."""
-    arrived = _num_packets(part)
+    try:
+        arrived = _num_packets(part)
+    except NotVideo:
+        arrived = 0
     if arrived != num_frames:
         raise OSError(errno.EIO, f"{arrived} of {num_frames} frames reached the file", str(part))
 
@@ -416,10 +423,13 @@ def read_recipe(path: PathLike) -> dict[str, Any]:
         raise NoRecipe(str(error)) from error
 
 
+def _tags_of(file: InputContainer) -> dict[str, str]:
+    return {key.lower(): value for key, value in file.metadata.items()}  # Matroska writes RECIPE
+
+
 def _recipe_of(file: InputContainer, path: PathLike) -> dict[str, Any]:
-    tags = {key.lower(): value for key, value in file.metadata.items()}  # Matroska writes RECIPE
     try:
-        recipe = json.loads(tags["recipe"])
+        recipe = json.loads(_tags_of(file)["recipe"])
     except KeyError:
         raise NoRecipe(f"{Path(path).name!r} holds no recipe") from None
     except ValueError as error:
@@ -455,22 +465,19 @@ def probe(path: PathLike) -> VideoInfo:
 def read_frames(path: PathLike) -> np.ndarray:
     """All frames as frames_FHWC uint8: converted back by the file's own colour tags, cut to the true size.
 
-    A master comes back exactly. An mp4 is lossy: never measure fidelity on one. Raises NotVideo (also for a
-    file cut short), FileNotFoundError.
+    A master comes back exactly or not at all. An mp4 is lossy: never measure fidelity on one. Raises NotVideo
+    (also for a file cut short, or a master with a changed pixel), FileNotFoundError.
     """
     with _opened(path) as file:
         width, height = _crop_of(file, path)
-        promised = _frames_promised(file.streams.video[0])
+        promised, wanted_hash = file.streams.video[0].frames, _tags_of(file).get(_HASH)
         frames = [_to_rgb(picture)[:height, :width] for picture in file.decode(video=0)]
     if not frames or len(frames) < promised:
         raise NotVideo(f"{Path(path).name!r} is cut short: {len(frames)} of {promised} frames can be read")
-    return np.stack(frames)
-
-
-def _frames_promised(stream: VideoStream) -> int:
-    """As the file's own header counts them; 0 where it does not say."""
-    said = stream.metadata.get(_FRAME_COUNT, "")
-    return stream.frames or (int(said) if said.isdecimal() else 0)
+    clip_FHWC = np.stack(frames)
+    if wanted_hash and frames_hash(clip_FHWC) != wanted_hash:  # ffv1 conceals a damaged slice without a word
+        raise NotVideo(f"{Path(path).name!r} is damaged: these are not the frames that were written")
+    return clip_FHWC
 
 
 def _crop_of(file: InputContainer, path: PathLike) -> tuple[int | None, int | None]:
@@ -568,3 +575,8 @@ def _safe(char: str) -> str:
 
 def _cut(text: str, limit_bytes: int) -> str:
     return text.encode()[:limit_bytes].decode(errors="ignore").rstrip("-._")
+
+
+def missing_codecs() -> list[str]:
+    """Encoders that this build of PyAV lacks, of those that clips are written with."""
+    return [name for name in ("libx264", "ffv1") if name not in av.codecs_available]
