@@ -99,8 +99,7 @@ _WAN = Family(
     text_encoder_params=5_680_910_336,
     vae_params=126_892_531,
     transformer_width=5120,
-    note="The authors set the scheduler's flow_shift to 5.0 for 720p and 3.0 for 480p, and keep the "
-    "VAE in float32.",
+    note="The authors set the scheduler's flow_shift to 5.0 for 720p and 3.0 for 480p, and keep the VAE in float32.",
 )
 _CLIP_H = 630_766_080
 _WAN_I2V = replace(
@@ -443,7 +442,7 @@ _COG = Family(
     pipeline="CogVideoXPipeline",
     task="t2v",
     size_multiple=16,
-    frame_step=4,
+    frame_step=8,
     width=720,
     height=480,
     num_frames=49,
@@ -460,7 +459,8 @@ _COG = Family(
     text_encoder_params=4_762_310_656,
     vae_params=215_583_907,
     transformer_width=3072,
-    note="The authors ask for 8k+1 frames; the pipeline takes every 4k+1.",
+    note="The VAE decodes latent frames two by two, and only an odd number gives back the frames asked for: the "
+    "pipeline takes 5 frames and returns 8.",
 )
 _COG15 = replace(
     _COG,
@@ -475,8 +475,8 @@ _COG15 = replace(
     max_trained_frames=161,
     transformer_params=5_570_676_352,
     patch=(2, 2, 2),
-    note="The authors ask for 16k+1 frames; the pipeline pads an odd number of latent frames, then "
-    "drops them.",
+    note="The authors ask for 16k+1 frames. An odd number of latent frames is padded, and the surplus dropped "
+    "before decoding.",
 )
 
 _COG_ROWS = (
@@ -627,6 +627,7 @@ _OTHER_ROWS = (
         pipeline="Kandinsky5I2VPipeline",
         task="i2v",
         traits=frozenset({"image_input"}),
+        note="It takes statistics of the fifth latent frame onwards: clips of fewer than 17 frames are NaN.",
     ),
 )
 
@@ -685,11 +686,10 @@ def _whole(value: object, field: str, at_most: int) -> int:
     return value
 
 
-def _nearest(value: int, step: int, offset: int, at_most: int) -> tuple[int, int]:
-    """The lattice points offset + k * step around a value, within bounds; equal where the value is one."""
-    least = offset or step
-    most = offset + (at_most - offset) // step * step
-    low = offset + (value - offset) // step * step
+def _nearest(value: int, step: int, least: int, at_most: int) -> tuple[int, int]:
+    """The points least + k * step around a value, within bounds; equal where the value is one."""
+    most = least + (at_most - least) // step * step
+    low = least + (value - least) // step * step
     high = low if low == value else low + step
     if low < least:
         return (least, least + step)
@@ -700,14 +700,23 @@ def _nearest(value: int, step: int, offset: int, at_most: int) -> tuple[int, int
 
 def nearest_sizes(family: Family, width: int, height: int) -> tuple[tuple[int, int], ...]:
     """The valid (width, height) next below and next above; one alone where the asked size is valid."""
-    wide = _nearest(width, family.size_multiple, 0, MAX_SIDE)
-    high = _nearest(height, family.size_multiple, 0, MAX_SIDE)
+    wide = _nearest(width, family.size_multiple, family.size_multiple, MAX_SIDE)
+    high = _nearest(height, family.size_multiple, family.size_multiple, MAX_SIDE)
     return tuple(dict.fromkeys(zip(wide, high, strict=True)))
+
+
+_LEAST_FRAMES = {"Kandinsky5I2VPipeline": 17}
+"It takes statistics of the fifth latent frame onwards: shorter clips are NaN."
+
+
+def least_frames(family: Family) -> int:
+    """The shortest clip that the pipeline can make."""
+    return _LEAST_FRAMES.get(family.pipeline, 1)
 
 
 def nearest_frames(family: Family, num_frames: int) -> tuple[int, ...]:
     """The valid lengths next below and next above; one alone where the asked length is valid."""
-    return tuple(dict.fromkeys(_nearest(num_frames, family.frame_step, 1, MAX_FRAMES)))
+    return tuple(dict.fromkeys(_nearest(num_frames, family.frame_step, least_frames(family), MAX_FRAMES)))
 
 
 def check_size(family: Family, width: int, height: int) -> None:
@@ -725,18 +734,39 @@ def check_size(family: Family, width: int, height: int) -> None:
         raise BadInput(text, field=wrong[0] if len(wrong) == 1 else "size")
 
 
+_LEAST_STEPS = {
+    "LTXPipeline": 2,  # one sigma cannot be stretched to the terminal one: an IndexError in the scheduler
+    "LTXImageToVideoPipeline": 2,
+    "LTX2Pipeline": 2,
+    "LTX2ImageToVideoPipeline": 2,
+    "MochiPipeline": 2,  # half of the steps are linear, and none of one is a ZeroDivisionError
+    "CogVideoXVideoToVideoPipeline": 2,  # strength 0.8 of one step is no step: a clip of no frames
+}
+MAX_STEPS = 1000
+"The training steps of every scheduler in the table."
+
+
+def check_steps(family: Family, num_inference_steps: int) -> None:
+    """Refuses a number of steps that the family's scheduler or pipeline cannot run; at most `MAX_STEPS`."""
+    _whole(num_inference_steps, "num_inference_steps", MAX_STEPS)
+    least = _LEAST_STEPS.get(family.pipeline, 1)
+    if num_inference_steps < least:
+        text = f"{num_inference_steps} step: {family.title} needs at least {least}"
+        raise BadInput(text, field="num_inference_steps")
+
+
 def check_frames(family: Family, num_frames: int) -> None:
     """Refuses a length off frame_step * k + 1, with the two nearest valid ones, or above `MAX_FRAMES`."""
     _whole(num_frames, "num_frames", MAX_FRAMES)
-    step = family.frame_step
-    if (num_frames - 1) % step:
+    step, least = family.frame_step, least_frames(family)
+    if num_frames < least or (num_frames - 1) % step:
         near = " or ".join(str(n) for n in nearest_frames(family, num_frames))
-        text = f"{num_frames} frames: {family.title} needs a multiple of {step}, plus 1: {near}"
-        raise BadInput(text, field="num_frames")
+        rule = f"a multiple of {step}, plus 1" + (f", from {least} on" if least > 1 else "")
+        raise BadInput(f"{num_frames} frames: {family.title} needs {rule}: {near}", field="num_frames")
 
 
 def latent_shape(family: Family, width: int, height: int, num_frames: int) -> tuple[int, int, int]:
-    """Latent (frames, rows, columns) of a valid clip."""
+    """Latent (frames, rows, columns) of a valid clip, before any padding to whole patches."""
     stride = family.spatial_stride
     return ((num_frames - 1) // family.temporal_stride + 1, height // stride, width // stride)
 

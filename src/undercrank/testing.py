@@ -3,13 +3,23 @@
     pipe = tiny_pipeline("cogvideox-2b")
     latents = pipe(**tiny_inputs(pipe)).frames
 
-A tiny pipeline has the class, the scheduler, the encoders, the tokenizer and the VAE of the row, with small
-random weights: it runs from a prompt in about a second on one core and downloads nothing. Its pictures mean
-nothing. `seed` decides every weight, bit for bit, and the global random state is left as it was.
+A tiny pipeline has the class, the scheduler, the encoders, the tokenizers and the VAE of the row, with small
+random weights: it runs from a prompt in a fraction of a second on one core and downloads nothing. Its pictures
+mean nothing. `seed` decides every weight, bit for bit, and the global random state is left as it was.
 
-Text encoders are the real classes (T5, UMT5, CLIP) at a small size. Tokenizers are byte-level BPE, trained
-in memory on a few lines, wrapped in `PreTrainedTokenizerFast` with the real one's special tokens: any text
-has an encoding, the words in `_CORPUS` have short ones.
+Text and image encoders are the real classes (T5, UMT5, ByT5, CLIP, Llama, LLaVA, Qwen2.5-VL, Gemma 3, SigLIP) at
+a small size. Tokenizers are byte-level BPE, trained in memory on a few lines, wrapped in
+`PreTrainedTokenizerFast` with the real one's special tokens: any text has an encoding.
+
+What is not as in the checkpoints, and why:
+
+- Qwen2VLProcessor (Kandinsky) is `_TextOnly`, a tokenizer that takes its arguments: the video half of the real one
+  needs torchvision, and text is all that the pipeline gives it.
+- The safety checker (Cosmos) is `_NoGuardrail`: the real one is another package with large models.
+- The Cosmos transformer takes no padding mask: it would resize it with torchvision.
+- HunyuanVideo-1.5 keeps 128 + 32 text tokens and 9 of the picture, not 1000 + 256 and 729: attributes of the
+  pipeline, where other families take the number as an argument.
+- Layers that start at zero get random weights, or whole blocks would do nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +38,9 @@ import diffusers
 import torch
 import transformers
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video as hunyuan
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video as hunyuan_i2v
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 
@@ -38,18 +51,49 @@ PROMPT = "a red ball rolls left"
 
 _CORPUS = (
     PROMPT,
-    "a blue box moves right, a green cat walks on the grass",
-    "blurry, low quality, static, ugly",
+    "a blue box moves right, a green cat walks on the grass, blurry, low quality, static, ugly",
+    hunyuan.DEFAULT_PROMPT_TEMPLATE["template"],
+    hunyuan_i2v.DEFAULT_PROMPT_TEMPLATE["template"],
+    *["system\n\nuser\n\nassistant\n\n"] * 20,
 )
+_VOCABULARY = 450
+"""Large enough that a pipeline's long template leaves room for the prompt, small enough that it is not shorter than
+the fixed number of tokens which the pipeline then cuts off (95 in HunyuanVideo, 108 in 1.5, 128 in Kandinsky)."""
 
 # --------------------------------------------------------------------------- tokenizers
 
 _SPECIAL: dict[str, dict[str, str]] = {
     "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "clip": {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    "llama": {"pad_token": "<pad>", "bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+    "qwen": {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
+    "gemma": {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"},
 }
-"Special tokens in the order of their ids, 0 first."
-_ENDS: dict[str, str] = {"t5": "$A </s>"}
+"The tokens with a role, in the order of their ids, 0 first."
+_MARKS: dict[str, tuple[str, ...]] = {
+    "llama": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>"),
+    "qwen": ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+}
+"Other tokens that are never split."
+_ENDS: dict[str, str] = {
+    "t5": "$A </s>",
+    "clip": "<|startoftext|> $A <|endoftext|>",
+    "llama": "<|begin_of_text|> $A",
+    "qwen": "$A",
+    "gemma": "<bos> $A",
+}
 "What the tokenizer puts around a text."
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"Qwen's way of writing a conversation, as far as pipelines use it."
+
+
+def _special_tokens(kind: str) -> list[str]:
+    return list(dict.fromkeys((*_SPECIAL[kind].values(), *_MARKS.get(kind, ()))))
 
 
 @cache
@@ -58,9 +102,9 @@ def _bpe(kind: str) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = list(dict.fromkeys(_SPECIAL[kind].values()))
+    special = _special_tokens(kind)
     trainer = trainers.BpeTrainer(
-        vocab_size=1000,
+        vocab_size=_VOCABULARY,
         special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -76,14 +120,20 @@ def _tokenizer(kind: str, **options: Any) -> transformers.PreTrainedTokenizerFas
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL[kind], **options)
 
 
+def _token_id(kind: str, token: str) -> int:
+    return _special_tokens(kind).index(token)
+
+
 # --------------------------------------------------------------------------- encoders of a condition
 
+_SIDE = 64
+"Pixels of a side: on every family's lattice."
 _TEXT_WIDTH = 32
 _LAYERS = 3
 "Blocks of a denoiser: a first, a last and one between, as caches and offloaders see them."
 
 
-def _t5(cls: type = transformers.T5EncoderModel, width: int = _TEXT_WIDTH, vocab: int = 1000) -> nn.Module:
+def _t5(cls: type = transformers.T5EncoderModel, width: int = _TEXT_WIDTH, vocab: int = _VOCABULARY) -> nn.Module:
     config_class = cls.config_class  # type: ignore[attr-defined]
     config = config_class(
         vocab_size=vocab,
@@ -104,6 +154,121 @@ def _umt5() -> nn.Module:
     return _t5(transformers.UMT5EncoderModel)
 
 
+def _clip_text() -> nn.Module:
+    config = transformers.CLIPTextConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=_TEXT_WIDTH,
+        intermediate_size=2 * _TEXT_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        bos_token_id=_token_id("clip", "<|startoftext|>"),
+        eos_token_id=_token_id("clip", "<|endoftext|>"),
+        pad_token_id=_token_id("clip", "<|endoftext|>"),
+    )
+    return transformers.CLIPTextModel(config)
+
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _TEXT_WIDTH,
+    "intermediate_size": 2 * _TEXT_WIDTH,
+    "num_hidden_layers": 3,  # pipelines take the third hidden state from the end
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"The shape of a small decoder-only language model, by the names that Llama, Qwen and Gemma share."
+
+
+def _llama_config() -> Any:
+    return transformers.LlamaConfig(**_DECODER, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def _llama() -> nn.Module:
+    return transformers.LlamaModel(_llama_config())
+
+
+def _llava() -> nn.Module:
+    """576 image tokens, as in the real one: the pipeline's template has the number."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=48,
+        patch_size=2,
+        projection_dim=16,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=_llama_config(),
+        image_token_index=_token_id("llama", "<image>"),
+        pad_token_id=0,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def _qwen_config() -> Any:
+    ends = {"pad_token_id": 0, "eos_token_id": _token_id("qwen", "<|im_end|>"), "bos_token_id": None}
+    sections = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    return transformers.Qwen2_5_VLConfig(
+        text_config={**_DECODER, "rope_parameters": sections, **ends},
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": _TEXT_WIDTH,
+            "fullatt_block_indexes": [0],
+        },
+        **{f"{name}_token_id": _token_id("qwen", f"<|{mark}|>") for name, mark in _QWEN_MARKS},
+    )
+
+
+_QWEN_MARKS = (
+    ("image", "image_pad"),
+    ("video", "video_pad"),
+    ("vision_start", "vision_start"),
+    ("vision_end", "vision_end"),
+)
+
+
+def _qwen_text() -> nn.Module:
+    return transformers.Qwen2_5_VLTextModel(_qwen_config().text_config)
+
+
+def _qwen() -> nn.Module:
+    return transformers.Qwen2_5_VLForConditionalGeneration(_qwen_config())
+
+
+def _gemma() -> nn.Module:
+    config = transformers.Gemma3Config(
+        text_config={**_DECODER, "head_dim": 16, "sliding_window": 64, "pad_token_id": 0},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+        mm_tokens_per_image=4,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _siglip() -> nn.Module:
+    config = transformers.SiglipVisionConfig(
+        hidden_size=_TEXT_WIDTH,
+        intermediate_size=2 * _TEXT_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=48,
+        patch_size=16,
+    )
+    return transformers.SiglipVisionModel(config)
+
+
 def _clip_vision(cls: type = transformers.CLIPVisionModel, width: int = 32) -> nn.Module:
     config = transformers.CLIPVisionConfig(
         hidden_size=width,
@@ -117,28 +282,34 @@ def _clip_vision(cls: type = transformers.CLIPVisionModel, width: int = 32) -> n
     return cls(config)
 
 
-def _clip_images() -> Any:
-    # The PIL backend by name: the default one needs torchvision and complains of its absence.
-    side = {"height": 32, "width": 32}
+# The PIL backends by name: the default ones need torchvision and complain of its absence.
+def _clip_images(pixels: int = 32) -> Any:
+    side = {"height": pixels, "width": pixels}
     return transformers.CLIPImageProcessorPil(size=side, crop_size=side)
+
+
+def _siglip_images() -> Any:
+    return transformers.SiglipImageProcessorPil(size={"height": 48, "width": 48})
 
 
 # --------------------------------------------------------------------------- Wan
 
 
+_WAN_SHAPE: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": _TEXT_WIDTH,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": _LAYERS,
+    "rope_max_seq_len": 64,
+}
+
+
 def _wan_transformer(**options: Any) -> nn.Module:
-    config: dict[str, Any] = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": _TEXT_WIDTH,
-        "freq_dim": 16,
-        "ffn_dim": 32,
-        "num_layers": _LAYERS,
-        "rope_max_seq_len": 64,
-    }
-    return diffusers.WanTransformer3DModel(**{**config, **options})
+    return diffusers.WanTransformer3DModel(**{**_WAN_SHAPE, **options})
 
 
 def _wan_vae(family: Family) -> nn.Module:
@@ -248,6 +419,317 @@ def _cog(family: Family) -> DiffusionPipeline:
     )
 
 
+# --------------------------------------------------------------------------- SkyReels
+
+
+def _skyreels(family: Family) -> DiffusionPipeline:
+    small = family.transformer_width == 1536  # the 1.3B is told the frame rate
+    return getattr(diffusers, family.pipeline)(
+        tokenizer=_tokenizer("t5"),
+        text_encoder=_umt5(),
+        transformer=diffusers.SkyReelsV2Transformer3DModel(**_WAN_SHAPE, inject_sample_info=small),
+        vae=_wan_vae(family),
+        scheduler=_unipc(8.0),
+    )
+
+
+# --------------------------------------------------------------------------- HunyuanVideo
+
+_HV15_TOKENS = 128
+_HV15_GLYPHS = 32
+
+
+def _hv15(family: Family) -> DiffusionPipeline:
+    """Its text lengths and the number of picture tokens are attributes of the pipeline: smaller here."""
+    looks = "image_input" in family.traits
+    seen: dict[str, Any] = {"image_encoder": _siglip(), "feature_extractor": _siglip_images()} if looks else {}
+    pipe = getattr(diffusers, family.pipeline)(
+        text_encoder=_qwen_text(),
+        tokenizer=_tokenizer("qwen", chat_template=_CHAT),
+        text_encoder_2=_t5(width=16, vocab=384),
+        tokenizer_2=transformers.ByT5Tokenizer(),
+        transformer=diffusers.HunyuanVideo15Transformer3DModel(
+            in_channels=9,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=_LAYERS,
+            num_refiner_layers=1,
+            mlp_ratio=2.0,
+            text_embed_dim=_TEXT_WIDTH,
+            text_embed_2_dim=16,
+            image_embed_dim=_TEXT_WIDTH,
+            rope_axes_dim=(4, 6, 6),
+            target_size=_SIDE,
+            task_type=family.task,
+        ),
+        vae=diffusers.AutoencoderKLHunyuanVideo15(
+            latent_channels=4, block_out_channels=(32, 32, 32, 32, 32), layers_per_block=1
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=family.guidance_scale),
+        **seen,
+    )
+    pipe.tokenizer_max_length = _HV15_TOKENS
+    pipe.tokenizer_2_max_length = _HV15_GLYPHS
+    pipe.vision_num_semantic_tokens = 9
+    return pipe
+
+
+def _hunyuan_vae() -> nn.Module:
+    return diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    )
+
+
+def _hunyuan(family: Family) -> DiffusionPipeline:
+    looks = "image_input" in family.traits
+    seen: dict[str, Any] = {"image_processor": _clip_images(48)} if looks else {}
+    return getattr(diffusers, family.pipeline)(
+        text_encoder=_llava() if looks else _llama(),
+        tokenizer=_tokenizer("llama"),
+        text_encoder_2=_clip_text(),
+        tokenizer_2=_tokenizer("clip", model_max_length=77),
+        transformer=diffusers.HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=_LAYERS,
+            num_single_layers=2,
+            num_refiner_layers=1,
+            mlp_ratio=2.0,
+            text_embed_dim=_TEXT_WIDTH,
+            pooled_projection_dim=_TEXT_WIDTH,
+            rope_axes_dim=(4, 6, 6),
+            image_condition_type="token_replace" if looks else None,
+        ),
+        vae=_hunyuan_vae(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+        **seen,
+    )
+
+
+# --------------------------------------------------------------------------- LTX, Mochi
+
+
+def _ltx_scheduler() -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.95,
+        max_shift=2.05,
+        base_image_seq_len=1024,
+        max_image_seq_len=4096,
+        shift_terminal=0.1,
+    )
+
+
+def _ltx(family: Family) -> DiffusionPipeline:
+    return getattr(diffusers, family.pipeline)(
+        tokenizer=_tokenizer("t5"),
+        text_encoder=_t5(),
+        vae=diffusers.AutoencoderKLLTXVideo(
+            latent_channels=8,
+            block_out_channels=(8, 8, 8, 8),
+            decoder_block_out_channels=(8, 8, 8, 8),
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+        ),
+        transformer=diffusers.LTXVideoTransformer3DModel(
+            in_channels=8,
+            out_channels=8,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            num_layers=_LAYERS,
+            caption_channels=_TEXT_WIDTH,
+        ),
+        scheduler=_ltx_scheduler(),
+    )
+
+
+def _ltx2_transformer() -> nn.Module:
+    return diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=_LAYERS,
+        caption_channels=_TEXT_WIDTH,
+    )
+
+
+def _ltx2_vae() -> nn.Module:
+    return diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(16, 32, 64),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
+
+
+def _ltx2_sound() -> dict[str, nn.Module]:
+    """The audio VAE (2 latent channels on 2 mel bins: 4 channels for the transformer) and the vocoder."""
+    return {
+        "audio_vae": diffusers.AutoencoderKLLTX2Audio(
+            base_channels=4,
+            output_channels=2,
+            ch_mult=(1, 1, 1),
+            num_res_blocks=1,
+            latent_channels=2,
+            resolution=32,
+            mel_bins=8,
+        ),
+        "vocoder": LTX2Vocoder(
+            in_channels=16,
+            hidden_channels=32,
+            out_channels=2,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3, 5]],
+            output_sampling_rate=16000,
+        ),
+    }
+
+
+def _ltx2(family: Family) -> DiffusionPipeline:
+    connectors = LTX2TextConnectors(
+        caption_channels=_TEXT_WIDTH,
+        text_proj_in_factor=_DECODER["num_hidden_layers"] + 1,
+        video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=16,
+        video_connector_num_layers=1,
+        video_connector_num_learnable_registers=None,
+        audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=16,
+        audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=None,
+        connector_rope_base_seq_len=32,
+    )
+    return getattr(diffusers, family.pipeline)(
+        scheduler=_ltx_scheduler(),
+        vae=_ltx2_vae(),
+        text_encoder=_gemma(),
+        tokenizer=_tokenizer("gemma"),
+        connectors=connectors,
+        transformer=_ltx2_transformer(),
+        **_ltx2_sound(),
+    )
+
+
+def _mochi(family: Family) -> DiffusionPipeline:
+    return diffusers.MochiPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        vae=diffusers.AutoencoderKLMochi(
+            latent_channels=12,
+            encoder_block_out_channels=(32, 32, 32, 32),
+            decoder_block_out_channels=(32, 32, 32, 32),
+            layers_per_block=(1, 1, 1, 1, 1),
+        ),
+        text_encoder=_t5(),
+        tokenizer=_tokenizer("t5"),
+        transformer=diffusers.MochiTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=_LAYERS,
+            pooled_projection_dim=16,
+            text_embed_dim=_TEXT_WIDTH,
+            time_embed_dim=16,
+        ),
+    )
+
+
+# --------------------------------------------------------------------------- Cosmos, Kandinsky
+
+
+class _NoGuardrail:
+    """Stands for cosmos_guardrail, a separate package with its own large models: passes everything."""
+
+    def to(self, device: Any) -> _NoGuardrail:
+        return self
+
+    def check_text_safety(self, prompt: str) -> bool:
+        return True
+
+    def check_video_safety(self, frames: Any) -> Any:
+        return frames
+
+
+def _cosmos(family: Family) -> DiffusionPipeline:
+    return diffusers.Cosmos2_5_PredictBasePipeline(
+        text_encoder=_qwen(),
+        tokenizer=_tokenizer("qwen", chat_template=_CHAT),
+        transformer=diffusers.CosmosTransformer3DModel(
+            in_channels=17,
+            out_channels=16,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=_LAYERS,
+            mlp_ratio=2.0,
+            text_embed_dim=_TEXT_WIDTH,
+            adaln_lora_dim=4,
+            max_size=(4, 32, 32),
+            rope_scale=(1.0, 3.0, 3.0),
+            extra_pos_embed_type=None,
+            concat_padding_mask=False,  # the transformer resizes the mask with torchvision
+            use_crossattn_projection=True,
+            crossattn_proj_in_channels=_TEXT_WIDTH * _DECODER["num_hidden_layers"],
+            encoder_hidden_states_channels=_TEXT_WIDTH,
+        ),
+        vae=_wan_vae(family),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            use_karras_sigmas=True,
+            use_flow_sigmas=True,
+            prediction_type="flow_prediction",
+            sigma_max=200.0,
+            sigma_min=0.01,
+        ),
+        safety_checker=_NoGuardrail(),
+    )
+
+
+class _TextOnly(transformers.PreTrainedTokenizerFast):
+    """Stands for Qwen2VLProcessor, whose video half needs torchvision: takes its arguments, reads the text."""
+
+    def __call__(self, text: Any = None, images: None = None, videos: None = None, **options: Any) -> Any:
+        return super().__call__(text, **options)
+
+
+def _kandinsky(family: Family) -> DiffusionPipeline:
+    tokenizer = Tokenizer.from_str(_bpe("qwen"))
+    return getattr(diffusers, family.pipeline)(
+        transformer=diffusers.Kandinsky5Transformer3DModel(
+            in_visual_dim=4,
+            out_visual_dim=4,
+            in_text_dim=_TEXT_WIDTH,
+            in_text_dim2=_TEXT_WIDTH,
+            time_dim=16,
+            model_dim=32,
+            ff_dim=64,
+            num_text_blocks=1,
+            num_visual_blocks=_LAYERS,
+            axes_dims=(4, 6, 6),
+            visual_cond=True,
+        ),
+        vae=_hunyuan_vae(),
+        text_encoder=_qwen(),
+        tokenizer=_TextOnly(tokenizer_object=tokenizer, **_SPECIAL["qwen"]),
+        text_encoder_2=_clip_text(),
+        tokenizer_2=_tokenizer("clip", model_max_length=77),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+    )
+
+
 # --------------------------------------------------------------------------- the public part
 
 BUILDERS: dict[str, Callable[[Family], DiffusionPipeline]] = {
@@ -257,6 +739,20 @@ BUILDERS: dict[str, Callable[[Family], DiffusionPipeline]] = {
     "CogVideoXImageToVideoPipeline": _cog,
     "CogVideoXVideoToVideoPipeline": _cog,
     "CogVideoXFunControlPipeline": _cog,
+    "SkyReelsV2Pipeline": _skyreels,
+    "SkyReelsV2DiffusionForcingPipeline": _skyreels,
+    "HunyuanVideo15Pipeline": _hv15,
+    "HunyuanVideo15ImageToVideoPipeline": _hv15,
+    "HunyuanVideoPipeline": _hunyuan,
+    "HunyuanVideoImageToVideoPipeline": _hunyuan,
+    "LTXPipeline": _ltx,
+    "LTXImageToVideoPipeline": _ltx,
+    "LTX2Pipeline": _ltx2,
+    "LTX2ImageToVideoPipeline": _ltx2,
+    "MochiPipeline": _mochi,
+    "Cosmos2_5_PredictBasePipeline": _cosmos,
+    "Kandinsky5T2VPipeline": _kandinsky,
+    "Kandinsky5I2VPipeline": _kandinsky,
 }
 "From the name of a pipeline class to what builds a tiny one for a row."
 
@@ -267,13 +763,21 @@ def tiny_pipeline(family: str | Family, seed: int = 0, *, scheduler: str | None 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = BUILDERS[row.pipeline](row)
-    for part in pipe.components.values():
-        if isinstance(part, nn.Module):
-            part.eval()
+        for part in pipe.components.values():
+            if isinstance(part, nn.Module):
+                _waken(part.eval())
     if scheduler is not None:
         pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _waken(module: nn.Module) -> None:
+    """Gives random weights to layers that start at zero, as Kandinsky's modulation: their blocks do nothing."""
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.ndim > 1 and not weight.any():
+                weight.normal_(std=0.02)
 
 
 def tiny_inputs(
@@ -303,9 +807,6 @@ def tiny_inputs(
     return {**kwargs, **overrides}
 
 
-_SIDE = 64
-
-
 def _row(pipe_or_family: DiffusionPipeline | str | Family) -> Family:
     if isinstance(pipe_or_family, Family):
         return pipe_or_family
@@ -319,7 +820,7 @@ def _row(pipe_or_family: DiffusionPipeline | str | Family) -> Family:
 
 def _frames(row: Family) -> int:
     """The shortest clip of at least two latent frames."""
-    return row.frame_step + 1
+    return max(families.least_frames(row), row.frame_step + 1)
 
 
 def _picture(index: int = 0) -> Any:
@@ -339,9 +840,25 @@ def _with_video(kwargs: dict[str, Any], row: Family) -> None:
     kwargs[name] = [_picture(i) for i in range(kwargs.pop("num_frames"))]
 
 
+def _without(*names: str) -> Callable[[dict[str, Any], Family], None]:
+    def drop(kwargs: dict[str, Any], row: Family) -> None:
+        for name in names:
+            del kwargs[name]
+
+    return drop
+
+
+def _with_sound(kwargs: dict[str, Any], row: Family) -> None:
+    kwargs["spatio_temporal_guidance_blocks"] = [1]  # by default the 28th block: there are three
+
+
 _BY_TRAIT: dict[str, Callable[[dict[str, Any], Family], None]] = {
     "image_input": _with_image,
     "video_input": _with_video,
+    "size_from_image": _without("width", "height"),
+    "guider": _without("guidance_scale"),
+    "embedded_guidance": _without("negative_prompt"),
+    "audio": _with_sound,
 }
 "How a trait changes the arguments of a call."
 
