@@ -102,7 +102,7 @@ def test_a_list_of_pictures_is_a_clip() -> None:
     assert np.array_equal(video.as_uint8([Image.fromarray(frame) for frame in frames]), frames)
 
 
-def test_rounding_noise_around_zero_and_one_is_clipped() -> None:
+def test_rounding_noise_around_zero_and_one_is_no_error() -> None:
     assert video.as_uint8(np.full((1, 2, 2, 3), -5e-4)).max() == 0
     assert video.as_uint8(np.full((1, 2, 2, 3), 1 + 5e-4)).min() == 255
 

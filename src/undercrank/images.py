@@ -21,7 +21,7 @@ MAX_PIXELS = 64_000_000
 MAX_BYTES = 64 * 2**20
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
 BACKGROUND = (255, 255, 255)
-UNIT_SLACK = 1e-3  # a decoder may overshoot 0..1 by rounding; more than this means another convention
+UNIT_SLACK = 1e-3  # how far rounding may leave 0..1; below half a step of 1/255, so no clipping is needed
 
 
 class BadImage(BadInput):
@@ -154,8 +154,8 @@ def as_numpy(array: Any) -> np.ndarray:
 def unit_to_uint8(unit: np.ndarray) -> np.ndarray:
     """Floats in 0..1 as uint8: x * 255, rounded half to even. Raises ValueError saying what is wrong.
 
-    Up to `UNIT_SLACK` outside 0..1 is clipped. Anything further follows another convention (-1..1, 0..255),
-    and clipping it would make a plausible, wrong picture: refused.
+    Up to `UNIT_SLACK` outside 0..1 is rounding noise and rounds to 0 or 255. Anything further follows another
+    convention (-1..1, 0..255), and clipping it would make a plausible, wrong picture: refused.
     """
     lowest, highest = float(unit.min()), float(unit.max())  # NaN wins both
     if not (np.isfinite(lowest) and np.isfinite(highest)):
@@ -163,8 +163,7 @@ def unit_to_uint8(unit: np.ndarray) -> np.ndarray:
     if lowest < -UNIT_SLACK or highest > 1 + UNIT_SLACK:
         raise ValueError(f"holds values in {lowest:g}..{highest:g}, not 0..1 (-1..1? rescale first)")
     at_least_single = np.promote_types(unit.dtype, np.float32)  # half precision is too coarse for x * 255
-    scaled = np.clip(unit.astype(at_least_single, copy=False), 0, 1) * 255
-    return np.asarray(np.rint(scaled), dtype=np.uint8)
+    return np.asarray(np.rint(unit.astype(at_least_single, copy=False) * 255), dtype=np.uint8)
 
 
 def _from_array(array: np.ndarray, *, is_tensor: bool) -> Image.Image:
