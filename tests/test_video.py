@@ -721,6 +721,12 @@ def test_any_text_can_name_a_real_file(tmp_path_factory: pytest.TempPathFactory,
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_the_doctor_hears_of_a_missing_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert video.missing_codecs() == []
+    monkeypatch.setattr(av, "codecs_available", {"ffv1"})
+    assert video.missing_codecs() == ["libx264"]
+
+
 def test_reading_and_writing_films_needs_no_torch() -> None:
     script = "import sys, undercrank.video; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
