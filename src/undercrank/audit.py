@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from undercrank.engine import accelerate, family_of_pipeline
 from undercrank.records import Record
+from undercrank.rig import Rig
 from undercrank.undo import swap_item
 
 DEVICE = "undercrank_audit"
@@ -71,23 +73,28 @@ def logical_device(pipe: Any) -> Iterator[Auditor]:
         yield auditor
 
 
-def stalls(pipe: Any, rig: Any = None, **inputs: Any) -> Stalls:
-    """Run `pipe(**inputs)` on the logical device and count what would block. `rig`: one whose seams are on.
+def stalls(pipe: Any, inputs: Mapping[str, Any], **levers: str) -> Stalls:
+    """Run `pipe(**inputs)` on the logical device and count what would block inside its denoising loop.
 
-    Raises what the pipeline raises. The pipeline is left as it was found.
+    levers: as for `accelerate` (`host_sync="auto"`); none: the stock pipeline. Raises what the pipeline raises.
+    The pipeline is left as it was found.
     """
-    from undercrank.families import of_pipeline
-    from undercrank.rig import Rig
+    return stalls_and_result(pipe, inputs, **levers)[0]
 
+
+def stalls_and_result(pipe: Any, inputs: Mapping[str, Any], **levers: str) -> tuple[Stalls, Any]:
+    """The stalls, and what the pipeline returned (`.frames`), on the CPU: equal for two runs that compute the same."""
     with ExitStack() as stack:
         auditor = stack.enter_context(logical_device(pipe))
-        if rig is None:
-            rig = Rig(pipe, of_pipeline(type(pipe).__name__), f"{DEVICE}:0")  # type: ignore[arg-type]
+        if levers:
+            rig = stack.enter_context(accelerate(pipe, **levers)).rig
+        else:
+            rig = Rig(pipe, family_of_pipeline(pipe), f"{DEVICE}:0")
             stack.enter_context(rig.seams())
         auditor.in_loop = lambda: rig.running
         with torch.no_grad():
-            pipe(**inputs)
-        return auditor.found(rig.total_steps)
+            frames = auditor.to_cpu(pipe(**inputs).frames)
+        return auditor.found(rig.total_steps), frames
 
 
 class LogicalTensor(torch.Tensor):

@@ -399,6 +399,7 @@ class Run:
     trace: Trace | None = None
     receipts: tuple[Receipt, ...] = ()
     calls: int = 0
+    rig: Rig = field(repr=False)
     listener: Listener = field(default=ignore, repr=False)
 
 
@@ -414,15 +415,13 @@ def accelerate(
     levers: knob=value ("auto", "off", "on" or a setting). Raises BadInput for an unknown knob, LeverRefused (at
     the call) for a lever that cannot be honoured.
     """
-    run = Run(fidelity=as_fidelity(fidelity), wishes=tuple(levers.items()), listener=listener)
-    check_wishes(run.wishes)  # an unknown knob is refused here, not at the first call
-    held = _HELD.get(pipe)
-    if held is None:
-        with _Hold(pipe) as held, held.within(run):
-            yield run
-    else:
-        with held.within(run):
-            yield run
+    word, wishes = as_fidelity(fidelity), tuple(levers.items())
+    check_wishes(wishes)  # an unknown knob is refused here, not at the first call
+    with ExitStack() as stack:
+        hold = _HELD.get(pipe) or stack.enter_context(_Hold(pipe))
+        run = Run(fidelity=word, wishes=wishes, rig=hold.rig, listener=listener)
+        stack.enter_context(hold.within(run))
+        yield run
 
 
 class _Hold:

@@ -1,0 +1,139 @@
+"""One suite for every lever in ORDER: what a lever must keep, whatever it does."""
+
+import contextlib
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from undercrank.levers import ORDER, knobs, lever_of_knob
+from undercrank.records import Case, Device, Lever, Plan, Promise, Trace
+from undercrank.rig import Rig
+from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
+
+FAMILY = "wan2.1-1.3b"
+
+
+@pytest.fixture(params=ORDER, ids=lambda lever: lever.name)
+def lever(request: pytest.FixtureRequest) -> Lever:
+    return request.param()
+
+
+@pytest.fixture
+def rig() -> Rig:
+    from undercrank.families import family
+
+    pipe = tiny_pipeline(FAMILY)
+    pipe.set_progress_bar_config(disable=True)
+    return Rig(pipe, family(FAMILY), "cpu")
+
+
+def case(rig: Rig) -> Case:
+    device = Device(kind="cuda", name="a GPU", capability=(9, 0))
+    return Case(
+        family=rig.family, device=device, width=832, height=480, num_frames=81, num_inference_steps=50,
+        guidance_scale=5.0, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def run(rig: Rig, steps: int = 3) -> torch.Tensor:
+    with rig.seams(), rig.call(), torch.no_grad():
+        return rig.pipe(**tiny_inputs(rig.pipe, steps=steps)).frames
+
+
+def trace_of(steps: int = 3) -> Trace:
+    return Trace(stage_s={}, step_ms=(1.0,) * steps, stalls=0, computed_steps=steps)
+
+
+def test_a_lever_survives_json(lever: Lever) -> None:
+    text = {"lever": lever.name, **lever.to_dict()}
+    assert type(lever).from_dict(lever.to_dict()) == lever
+    hint = Plan.__dataclass_fields__["levers"]
+    assert hint and text["lever"] == lever.name
+
+
+def test_a_lever_is_found_by_its_knobs(lever: Lever) -> None:
+    for knob in lever.knobs or (lever.name,):
+        assert lever_of_knob(knob) is type(lever) and knob in knobs()
+
+
+def test_a_lever_tells_what_it_does_promises_costs_and_measured(lever: Lever) -> None:
+    about = lever.about()
+    for word in ("Does:", "Promises:", "Costs:", "Measured:"):
+        assert word in about, f"{lever.name} says nothing under {word}"
+    assert lever.summary
+
+
+def test_leaving_a_lever_leaves_no_trace(lever: Lever, rig: Rig) -> None:
+    run(rig)  # a stock run leaves fields of its own
+    before = fingerprint(rig.pipe)
+    with lever.engage(rig):
+        assert differences(before, fingerprint(rig.pipe)), f"{lever.name} changed nothing when it was engaged"
+    assert differences(before, fingerprint(rig.pipe)) == []
+
+
+def test_a_run_under_a_lever_leaves_what_a_stock_run_leaves(lever: Lever, rig: Rig) -> None:
+    run(rig)
+    stock = fingerprint(rig.pipe)
+    with lever.engage(rig):
+        run(rig)
+    assert differences(stock, fingerprint(rig.pipe)) == []
+
+
+def test_an_exception_inside_leaves_no_trace(lever: Lever, rig: Rig) -> None:
+    run(rig)
+    before = fingerprint(rig.pipe)
+    with pytest.raises(ZeroDivisionError), lever.engage(rig):
+        raise ZeroDivisionError
+    assert differences(before, fingerprint(rig.pipe)) == []
+
+
+def test_an_exception_within_engage_leaves_no_trace(lever: Lever, rig: Rig) -> None:
+    """Each of the changes that a lever makes through `undo` fails in turn; those before it are taken back."""
+    import sys
+
+    module = sys.modules[type(lever).__module__]
+    run(rig)
+    before = fingerprint(rig.pipe)
+    names = [name for name in ("swap_attr", "swap_class", "swap_child", "swap_item", "appended") if hasattr(module, name)]
+    assert names, f"{lever.name} changes nothing through undo"
+    for name in names:
+        with patch.object(module, name, side_effect=OSError("no")), contextlib.suppress(OSError), lever.engage(rig):
+            pytest.fail(f"{name} was not used to engage {lever.name}")
+        assert differences(before, fingerprint(rig.pipe)) == [], name
+
+
+def test_the_film_moves_no_further_than_promised(lever: Lever, rig: Rig) -> None:
+    stock = run(rig)
+    with lever.engage(rig):
+        moved = run(rig)
+    promise = lever.promises(case(rig))
+    if promise is Promise.EXACT:
+        assert torch.equal(stock, moved)
+    elif promise is Promise.ROUNDING:
+        assert torch.allclose(stock, moved, rtol=1e-3, atol=1e-4)
+    else:
+        assert torch.isfinite(moved).all()
+
+
+def test_the_second_film_equals_the_first(lever: Lever, rig: Rig) -> None:
+    with lever.engage(rig):
+        assert torch.equal(run(rig), run(rig))
+
+
+def test_the_stock_film_is_back_after_leaving(lever: Lever, rig: Rig) -> None:
+    stock = run(rig)
+    with lever.engage(rig):
+        run(rig)
+    assert torch.equal(stock, run(rig))
+
+
+def test_verify_is_content_when_the_lever_works(lever: Lever, rig: Rig) -> None:
+    with lever.engage(rig):
+        run(rig)
+        assert lever.verify(rig, trace_of()) == []
+
+
+def test_verify_complains_when_engage_does_nothing(lever: Lever, rig: Rig) -> None:
+    run(rig)
+    assert lever.verify(rig, trace_of()), f"{lever.name}.verify cannot fail"

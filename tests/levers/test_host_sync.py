@@ -1,0 +1,108 @@
+"""host_sync on the logical device: no stall is left, no bit has moved."""
+
+import pytest
+import torch
+
+from undercrank.audit import DEVICE, logical_device
+from undercrank.families import FAMILIES, family
+from undercrank.levers.host_sync import PROVEN, HostSync
+from undercrank.levers.mirror import Mirror
+from undercrank.rig import Rig
+from undercrank.testing import tiny_inputs, tiny_pipeline
+
+STEPS = 6
+PROVEN_FAMILIES = [row.id for row in FAMILIES if row.pipeline in PROVEN]
+
+
+def watched(name: str, lever: bool, steps: int = STEPS, scheduler: str | None = None, **settings):
+    """Latents and stalls of one run on the logical device."""
+    pipe = tiny_pipeline(name, scheduler=scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    inputs = tiny_inputs(pipe, steps=steps, **settings)
+    rig = Rig(pipe, family(name), f"{DEVICE}:0")
+    with logical_device(pipe) as auditor, rig.seams(), rig.call(), torch.no_grad():
+        auditor.in_loop = lambda: rig.running
+        if lever:
+            with HostSync().engage(rig):
+                latents = auditor.to_cpu(pipe(**inputs).frames)
+        else:
+            latents = auditor.to_cpu(pipe(**inputs).frames)
+    return latents, auditor.found(steps)
+
+
+@pytest.mark.parametrize("name", ["cogvideox-2b", "wan2.1-1.3b", "wan2.2-a14b", "wan2.1-14b-480p-i2v", "flipbook"])
+def test_no_stall_is_left_and_latents_are_equal(name: str) -> None:
+    stock, before = watched(name, lever=False)
+    mirrored, after = watched(name, lever=True)
+    assert before.in_loop > 0 and after.in_loop == 0, after.sites
+    assert torch.equal(stock, mirrored)
+
+
+def test_the_79_stalls_of_the_cogvideox_study_are_found_and_gone() -> None:
+    """The published table: 20 steps, dynamic guidance: 39 + 20 in the scheduler, 20 in the pipeline."""
+    settings = {"steps": 20, "use_dynamic_cfg": True, "guidance_scale": 6.0}
+    stock, before = watched("cogvideox-2b", False, **settings)
+    mirrored, after = watched("cogvideox-2b", True, **settings)
+    assert [(site.file.rsplit("/", 1)[1], site.count) for site in before.sites] == [
+        ("scheduling_ddim_cogvideox.py", 39),
+        ("pipeline_cogvideox.py", 20),
+        ("scheduling_ddim_cogvideox.py", 20),
+    ]
+    assert after.in_loop == 0 and torch.equal(stock, mirrored)
+
+
+def test_only_the_noise_upload_of_a_host_generator_is_left_with_the_stochastic_scheduler() -> None:
+    _, before = watched("cogvideox-5b", lever=False)
+    _, after = watched("cogvideox-5b", lever=True)
+    assert {site.cause for site in after.sites} == {"upload"} and after.in_loop < before.in_loop / 3
+
+
+@pytest.mark.parametrize("name", PROVEN_FAMILIES)
+def test_every_proven_pipeline_makes_the_same_latents_on_the_cpu(name: str) -> None:
+    pipe = tiny_pipeline(name)
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        stock = pipe(**tiny_inputs(pipe, steps=4)).frames
+    rig = Rig(pipe, family(name), "cpu")
+    with rig.seams(), HostSync().engage(rig), rig.call(), torch.no_grad():
+        mirrored = pipe(**tiny_inputs(pipe, steps=4)).frames
+    assert torch.equal(stock, mirrored) and HostSync().verify(rig, None) == []
+
+
+def test_the_rehearsal_meets_every_system_that_the_loop_asks_for() -> None:
+    for steps in (1, 2, 3, 9):
+        _, after = watched("wan2.1-1.3b", lever=True, steps=steps)
+        assert after.in_loop == 0, (steps, after.sites)
+
+
+def test_a_schedule_written_by_the_pipeline_is_mirrored_too() -> None:
+    rig = Rig(tiny_pipeline("wan2.1-1.3b"), family("wan2.1-1.3b"), "cpu")
+    with HostSync().engage(rig), rig.call():
+        rig.scheduler.set_timesteps(4)
+        rig.scheduler.timesteps = torch.tensor([900, 500, 100])
+        assert isinstance(rig.scheduler.timesteps, Mirror)
+
+
+def test_outside_a_call_nothing_is_mirrored() -> None:
+    rig = Rig(tiny_pipeline("wan2.1-1.3b"), family("wan2.1-1.3b"), "cpu")
+    with HostSync().engage(rig):
+        rig.scheduler.set_timesteps(4)
+        assert type(rig.scheduler.timesteps) is torch.Tensor
+
+
+def test_no_mirror_is_left_after_an_exception_in_the_loop() -> None:
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.set_progress_bar_config(disable=True)
+    rig = Rig(pipe, family("wan2.1-1.3b"), "cpu")
+
+    def stop(pipe, index, timestep, tensors):
+        assert isinstance(timestep, Mirror)
+        if index == 2:
+            raise ZeroDivisionError
+        return {}
+
+    with rig.seams(), HostSync().engage(rig):
+        with pytest.raises(ZeroDivisionError), rig.call(), torch.no_grad():
+            pipe(**tiny_inputs(pipe, steps=4), callback_on_step_end=stop)
+        held = [*vars(pipe.scheduler).values(), *vars(pipe).values(), *pipe.scheduler.timestep_list]
+        assert not [value for value in held if isinstance(value, Mirror)]

@@ -1,0 +1,76 @@
+"""Two-sided tensors: what they answer from the host, and when they step aside."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from undercrank.levers.mirror import Mirror, mirror, plain
+
+
+@pytest.fixture
+def twin() -> Mirror:
+    """Twins of different values, so that a test sees which of them answered: device 100.., host 0..."""
+    return Mirror(torch.arange(100, 110), torch.arange(0, 10), leads_on_host=False)
+
+
+def test_scalar_reads_are_answered_by_the_host(twin: Mirror) -> None:
+    assert int(twin[3]) == 3 and twin[4].item() == 4 and twin.tolist()[:2] == [0, 1]
+
+
+def test_a_host_table_is_indexed_by_the_host_twin(twin: Mirror) -> None:
+    assert torch.arange(50)[twin[7]].item() == 7
+
+
+def test_comparisons_branch_on_the_host(twin: Mirror) -> None:
+    assert bool(twin[5] < 50) and not bool(twin[5] >= 50)
+
+
+def test_nonzero_finds_positions_on_the_host(twin: Mirror) -> None:
+    assert (twin == 6).nonzero().item() == 6
+
+
+def test_arithmetic_keeps_both_sides(twin: Mirror) -> None:
+    half = (twin[8] - 2) / 2
+    assert isinstance(half, Mirror) and half.item() == 3.0 and plain(half).item() == 53.0
+
+
+def test_values_used_with_other_tensors_come_from_the_device(twin: Mirror) -> None:
+    mixed = torch.ones(10) * twin
+    assert type(mixed) is torch.Tensor and mixed[0].item() == 100
+
+
+def test_expand_gives_a_plain_device_tensor(twin: Mirror) -> None:
+    timestep = twin[0].expand(2)
+    assert type(timestep) is torch.Tensor and timestep.tolist() == [100, 100]
+
+
+def test_inexact_functions_are_not_answered_by_the_twin() -> None:
+    value = Mirror(torch.tensor(2.0), torch.tensor(3.0), leads_on_host=False)
+    assert type(torch.log(value)) is torch.Tensor and torch.log(value) == torch.log(torch.tensor(2.0))
+
+
+def test_slices_and_iteration_stay_two_sided(twin: Mirror) -> None:
+    assert [int(t) for t in twin[2:5]] == [2, 3, 4]
+
+
+def test_a_copy_and_a_deep_copy_keep_their_kind(twin: Mirror) -> None:
+    assert isinstance(copy.deepcopy(twin), Mirror)
+    assert type(pickle.loads(pickle.dumps(twin))) is torch.Tensor
+
+
+def test_a_cast_keeps_both_sides(twin: Mirror) -> None:
+    cast = twin.to(torch.float32)
+    assert isinstance(cast, Mirror) and cast.on_host.dtype == cast.on_device.dtype == torch.float32
+
+
+def test_mirroring_twice_is_mirroring_once() -> None:
+    once = mirror(torch.arange(3), "cpu")
+    assert mirror(once, "cpu") is once
+
+
+def test_a_compiled_function_takes_one() -> None:
+    value = mirror(torch.arange(3.0), "cpu")
+    double = torch.compile(lambda t, x: x * (t.expand(3) / 10), backend="eager", fullgraph=True)
+    assert torch.equal(double(value[2], torch.ones(3)), torch.full((3,), 0.2))

@@ -1,0 +1,221 @@
+"""`accelerate` around a pipeline at hand: same latents, fewer stalls, and the pipeline as it was found."""
+
+import contextlib
+
+import pytest
+import torch
+
+import undercrank
+from undercrank.audit import stalls_and_result
+from undercrank.engine import _HELD
+from undercrank.levers import ORDER
+from undercrank.records import BadInput, LeverRefused
+from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
+
+FAMILIES = ["cogvideox-2b", "wan2.1-1.3b"]
+STEPS = 4
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture(params=FAMILIES)
+def pipe(request: pytest.FixtureRequest):
+    pipe = tiny_pipeline(request.param)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def film(pipe, seed: int = 0, **more):
+    with torch.no_grad():
+        return pipe(**tiny_inputs(pipe, steps=STEPS, seed=seed), **more).frames
+
+
+def stops_at(step: int, error: type[BaseException] = Stop):
+    def callback(pipe, index, timestep, tensors):
+        if index == step:
+            raise error
+        return {}
+
+    return callback
+
+
+def same_kinds(pipe, *calls) -> list[str]:
+    """What differs between this pipeline and a twin that made the same calls without undercrank."""
+    before = fingerprint(pipe)
+    for call in calls:
+        with contextlib.suppress(Stop, KeyboardInterrupt):
+            call(pipe)
+    return differences(before, fingerprint(pipe))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_latents_are_equal_and_every_stall_is_gone(name: str) -> None:
+    stock, latents = stalls_and_result(tiny_pipeline(name), tiny_inputs(name, steps=STEPS))
+    fast, same = stalls_and_result(tiny_pipeline(name), tiny_inputs(name, steps=STEPS), host_sync="auto")
+    assert stock.in_loop >= STEPS and fast.in_loop == 0
+    assert torch.equal(latents, same)
+
+
+def test_after_leaving_the_pipeline_is_what_the_same_stock_call_leaves(pipe) -> None:
+    film(pipe)
+    stock = fingerprint(pipe)
+    with undercrank.accelerate(pipe, host_sync="on"):
+        film(pipe)
+    assert differences(stock, fingerprint(pipe)) == []
+    assert same_kinds(pipe, film) == []
+
+
+def test_a_first_call_inside_leaves_what_a_first_stock_call_leaves(pipe) -> None:
+    twin = tiny_pipeline(undercrank.engine.family_of_pipeline(pipe).id)
+    twin.set_progress_bar_config(disable=True)
+    with undercrank.accelerate(pipe, host_sync="on"):
+        latents = film(pipe)
+    assert torch.equal(latents, film(twin))
+    for name in ("scheduler", "transformer", "vae"):
+        ours, theirs = vars(getattr(pipe, name)), vars(getattr(twin, name))
+        assert {k: type(v) for k, v in ours.items()} == {k: type(v) for k, v in theirs.items()}, name
+    assert {k: type(v) for k, v in vars(pipe).items()} == {k: type(v) for k, v in vars(twin).items()}
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_after_an_exception_in_step_2_the_pipeline_is_as_after_the_same_stock_exception(pipe, error) -> None:
+    def broken(pipe):
+        film(pipe, callback_on_step_end=stops_at(1, error))
+
+    with contextlib.suppress(Stop, KeyboardInterrupt):
+        broken(pipe)
+    stock = fingerprint(pipe)
+    with pytest.raises(error), undercrank.accelerate(pipe, host_sync="on"):
+        broken(pipe)
+    assert differences(stock, fingerprint(pipe)) == []
+    assert torch.equal(film(pipe), film(tiny_pipeline_like(pipe)))
+
+
+def tiny_pipeline_like(pipe):
+    twin = tiny_pipeline(undercrank.engine.family_of_pipeline(pipe).id)
+    twin.set_progress_bar_config(disable=True)
+    return twin
+
+
+def test_an_exception_inside_a_forward_leaves_the_next_run_right(pipe) -> None:
+    good = film(pipe)
+    hook = pipe.transformer.register_forward_hook(lambda *_: (_ for _ in ()).throw(Stop()))
+    with undercrank.accelerate(pipe, host_sync="on"):
+        with pytest.raises(Stop):
+            film(pipe)
+        hook.remove()
+        assert torch.equal(film(pipe), good)
+
+
+def test_nested_blocks_each_follow_their_own_words_and_leave_no_trace(pipe) -> None:
+    good = film(pipe)
+    before = fingerprint(pipe)
+    with undercrank.accelerate(pipe, host_sync="on") as outer:
+        assert torch.equal(film(pipe), good)
+        with undercrank.accelerate(pipe, fidelity="exact", host_sync="off") as inner:
+            assert torch.equal(film(pipe), good)
+            assert inner.plan.levers == () and inner.plan.request.fidelity == "exact"
+        assert [lever.name for lever in outer.plan.levers] == ["host_sync"]
+        assert [lever for lever, _, _ in _HELD[pipe].engine._held] == list(outer.plan.levers)
+        assert torch.equal(film(pipe), good)
+    assert differences(before, fingerprint(pipe)) == []
+
+
+def test_an_exact_block_inside_a_lossy_one_is_exact(pipe, monkeypatch) -> None:
+    """A lever that spoils the latents, engaged outside, is off inside."""
+    from contextlib import contextmanager
+
+    from undercrank.records import Lever, Promise
+    from undercrank.undo import appended
+
+    class Spoil(Lever):
+        name = "spoil"
+        summary = "adds noise"
+
+        def promises(self, case):
+            return Promise.LOSSY
+
+        @contextmanager
+        def engage(self, rig):
+            with appended(rig.at_start, lambda total: pipe.scheduler.sigmas.mul_(1.01) if hasattr(
+                pipe.scheduler, "sigmas") else pipe.scheduler.alphas_cumprod.mul_(0.9)):  # fmt: skip
+                yield
+
+    for module in ("undercrank.planner.ORDER", "undercrank.levers.ORDER"):
+        monkeypatch.setattr(module, (*ORDER, Spoil))
+    good = film(pipe)
+    with undercrank.accelerate(pipe, fidelity="fast", spoil="on") as outer:
+        with undercrank.accelerate(pipe, fidelity="exact"):
+            assert torch.equal(film(pipe), good)
+        assert not torch.equal(film(pipe), good)
+        assert outer.plan.promise is Promise.LOSSY
+
+
+def test_a_class_and_a_signature_are_as_users_and_pipelines_expect(pipe) -> None:
+    import inspect
+
+    cls = type(pipe)
+    signature = inspect.signature(cls.__call__)
+    with undercrank.accelerate(pipe):
+        assert isinstance(pipe, cls) and type(pipe).__name__ == cls.__name__
+        assert inspect.signature(type(pipe).__call__) == signature
+    assert type(pipe) is cls
+
+
+def test_each_call_is_planned_from_its_own_arguments(pipe) -> None:
+    with undercrank.accelerate(pipe) as run:
+        film(pipe)
+        assert run.plan.request.num_inference_steps == STEPS and len(run.trace.step_ms) == STEPS
+        with torch.no_grad():
+            pipe(**tiny_inputs(pipe, steps=2))
+        assert run.plan.request.num_inference_steps == 2 and run.calls == 2
+
+
+def test_on_a_cpu_host_sync_declines_and_says_why(pipe) -> None:
+    with undercrank.accelerate(pipe) as run:
+        film(pipe)
+    (decision,) = [d for d in run.plan.decisions if d.lever == "host_sync"]
+    assert decision.status == "declined" and "CPU" in decision.reason
+
+
+def test_an_unknown_knob_is_refused_at_the_with(pipe) -> None:
+    with pytest.raises(BadInput, match="host_sync"), undercrank.accelerate(pipe, host_synk="on"):
+        pytest.fail("entered")
+    assert pipe not in _HELD
+
+
+def test_an_unknown_word_is_refused(pipe) -> None:
+    with pytest.raises(BadInput, match="faithful"), undercrank.accelerate(pipe, fidelity="superb"):
+        pytest.fail("entered")
+
+
+def test_blocks_left_in_the_wrong_order_are_refused(pipe) -> None:
+    outer, inner = undercrank.accelerate(pipe), undercrank.accelerate(pipe)
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="wrong order"):
+        outer.__exit__(None, None, None)
+
+
+def test_a_lever_that_cannot_be_honoured_is_refused_at_the_call(pipe, monkeypatch) -> None:
+    monkeypatch.setattr("undercrank.planner.unmet_need", lambda cls, case: "needs a second device")
+    with undercrank.accelerate(pipe, host_sync="on"), pytest.raises(LeverRefused, match="second device"):
+        film(pipe)
+
+
+def test_a_pipeline_that_is_not_in_the_table_runs_stock_and_says_so() -> None:
+    import diffusers
+
+    class Unheard(diffusers.WanPipeline):
+        pass
+
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.__class__ = Unheard
+    pipe.set_progress_bar_config(disable=True)
+    with undercrank.accelerate(pipe) as run:
+        film_inputs = tiny_inputs("wan2.1-1.3b", steps=2)
+        with torch.no_grad():
+            pipe(**film_inputs)
+    assert run.plan.levers == () and "Unheard" in run.plan.decisions[0].reason
