@@ -7,13 +7,14 @@ Sources of a row: the pipeline's own `__call__` defaults and examples in diffuse
 published configuration, the model card. Parameter counts were counted from the configurations, on the meta
 device: `transformer_params` is the sum over all experts, `text_encoder_params` the sum over every encoder
 of a condition (text and image). 0 means unknown. `size_multiple` is VAE stride x patch, which is sometimes
-stricter than the pipeline's own check: CogVideoX and Mochi accept multiples of 8 and then fail mid-run.
+stricter than the pipeline's own check: CogVideoX and Mochi accept multiples of 8 and then fail in the run, Wan 2.2 TI2V
+accepts multiples of 16 and HunyuanVideo-1.5 anything, and both make a smaller clip than asked for.
 
 Traits: any_aspect (trained on an area rather than on a shape), audio, cache_context (the pipeline names its
 branches), control_input, diffusion_forcing, dynamic_cfg (takes `use_dynamic_cfg`), embedded_guidance (the
 scale is an input of the denoiser: one call a step), expand_timesteps, guider (the scale lives in
-`pipe.guider`), image_input, no_callback (takes no `callback_on_step_end`), size_from_image (takes no width
-and height), two_experts, video_input.
+`pipe.guider`), image_input, no_callback (takes no `callback_on_step_end`), one_size (runs at its trained sizes only),
+size_from_image (takes no width and height), two_experts, video_input.
 """
 
 from __future__ import annotations
@@ -498,8 +499,10 @@ _COG_ROWS = (
         repo="zai-org/CogVideoX-5b-I2V",
         pipeline="CogVideoXImageToVideoPipeline",
         task="i2v",
-        traits=_COG.traits | {"image_input"},
+        traits=_COG.traits | {"image_input", "one_size"},
         transformer_params=5_570_479_680,
+        note="Its positions are learned, for 720x480 and 49 frames: another size is an error in the run, another "
+        "length runs on computed positions. " + _COG.note,
     ),
     replace(
         _COG,
@@ -699,7 +702,12 @@ def _nearest(value: int, step: int, least: int, at_most: int) -> tuple[int, int]
 
 
 def nearest_sizes(family: Family, width: int, height: int) -> tuple[tuple[int, int], ...]:
-    """The valid (width, height) next below and next above; one alone where the asked size is valid."""
+    """The valid (width, height) next below and next above; one alone where the asked size is valid.
+
+    Of a family that runs at its trained sizes only: those.
+    """
+    if "one_size" in family.traits:
+        return family.trained_sizes
     wide = _nearest(width, family.size_multiple, family.size_multiple, MAX_SIDE)
     high = _nearest(height, family.size_multiple, family.size_multiple, MAX_SIDE)
     return tuple(dict.fromkeys(zip(wide, high, strict=True)))
@@ -726,6 +734,9 @@ def check_size(family: Family, width: int, height: int) -> None:
     """
     _whole(width, "width", MAX_SIDE)
     _whole(height, "height", MAX_SIDE)
+    if "one_size" in family.traits and (width, height) not in family.trained_sizes:
+        near = " or ".join(f"{w}x{h}" for w, h in family.trained_sizes)
+        raise BadInput(f"{width}x{height}: {family.title} runs at its trained size only: {near}", field="size")
     multiple = family.size_multiple
     wrong = [name for name, side in (("width", width), ("height", height)) if side % multiple]
     if wrong:
@@ -735,7 +746,7 @@ def check_size(family: Family, width: int, height: int) -> None:
 
 
 _LEAST_STEPS = {
-    "LTXPipeline": 2,  # one sigma cannot be stretched to the terminal one: an IndexError in the scheduler
+    "LTXPipeline": 2,  # one sigma cannot be stretched to the terminal one: an IndexError, or NaN
     "LTXImageToVideoPipeline": 2,
     "LTX2Pipeline": 2,
     "LTX2ImageToVideoPipeline": 2,
@@ -746,10 +757,15 @@ MAX_STEPS = 1000
 "The training steps of every scheduler in the table."
 
 
+def least_steps(family: Family) -> int:
+    """The fewest denoising steps that the pipeline can run."""
+    return _LEAST_STEPS.get(family.pipeline, 1)
+
+
 def check_steps(family: Family, num_inference_steps: int) -> None:
     """Refuses a number of steps that the family's scheduler or pipeline cannot run; at most `MAX_STEPS`."""
     _whole(num_inference_steps, "num_inference_steps", MAX_STEPS)
-    least = _LEAST_STEPS.get(family.pipeline, 1)
+    least = least_steps(family)
     if num_inference_steps < least:
         text = f"{num_inference_steps} step: {family.title} needs at least {least}"
         raise BadInput(text, field="num_inference_steps")

@@ -127,7 +127,7 @@ def _token_id(kind: str, token: str) -> int:
 # --------------------------------------------------------------------------- encoders of a condition
 
 _SIDE = 64
-"Pixels of a side: on every family's lattice."
+"Pixels of a side: on the lattice of every family that has one."
 _TEXT_WIDTH = 32
 _LAYERS = 3
 "Blocks of a denoiser: a first, a last and one between, as caches and offloaders see them."
@@ -377,6 +377,7 @@ def _is_2b(family: Family) -> bool:
 
 def _cog_transformer(family: Family, channels: int) -> nn.Module:
     later = family.patch[0] == 2  # CogVideoX 1.5
+    wide, high = _size(family)
     concatenated = bool(family.traits & {"image_input", "control_input"})
     options: dict[str, Any] = {"patch_size_t": 2, "patch_bias": False} if later else {}
     if later and concatenated:
@@ -389,13 +390,13 @@ def _cog_transformer(family: Family, channels: int) -> nn.Module:
         time_embed_dim=16,
         text_embed_dim=_TEXT_WIDTH,
         num_layers=_LAYERS,
-        sample_width=8,
-        sample_height=8,
-        sample_frames=9 if later else 5,
+        sample_width=wide // 8,
+        sample_height=high // 8,
+        sample_frames=_frames(family),
         max_text_seq_length=family.max_sequence_length or 226,
         spatial_interpolation_scale=1.0,
         use_rotary_positional_embeddings=not _is_2b(family),
-        use_learned_positional_embeddings=concatenated and not later,
+        use_learned_positional_embeddings="one_size" in family.traits,
         **options,
     )
 
@@ -788,14 +789,15 @@ def tiny_inputs(
     `overrides` replace or add arguments. Each call makes a new CPU generator: two calls are two equal runs.
     """
     row = _row(pipe_or_family)
+    width, height = _size(row)
     kwargs: dict[str, Any] = {
         "prompt": PROMPT,
         "negative_prompt": "blurry",
         "num_inference_steps": steps,
         "output_type": "latent",
         "generator": torch.Generator().manual_seed(seed),
-        "width": _SIDE,
-        "height": _SIDE,
+        "width": width,
+        "height": height,
         "num_frames": _frames(row),
         "guidance_scale": row.guidance_scale,
     }
@@ -816,6 +818,11 @@ def _row(pipe_or_family: DiffusionPipeline | str | Family) -> Family:
     if row is None:
         raise LookupError(f"no family has the pipeline {type(pipe_or_family).__name__}")
     return row
+
+
+def _size(row: Family) -> tuple[int, int]:
+    """64x64, or the one size that the family knows."""
+    return row.trained_sizes[0] if "one_size" in row.traits else (_SIDE, _SIDE)
 
 
 def _frames(row: Family) -> int:
@@ -876,6 +883,25 @@ def tiny_folder(family: str | Family, path: str | Path, seed: int = 0) -> Path:
 # --------------------------------------------------------------------------- as it was found
 
 
+class _Itself:
+    """An object by identity. It keeps the object, so that its address is not given to another one meanwhile."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: Any) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.it is self.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+    def __repr__(self) -> str:
+        name = getattr(self.it, "__qualname__", type(self.it).__name__)
+        return f"{name} at {id(self.it):#x}"
+
+
 def fingerprint(pipe: DiffusionPipeline) -> dict[str, Any]:
     """Everything about a pipeline and this process that a lever could leave changed, by dotted name.
 
@@ -926,29 +952,29 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def _describe_object(path: str, obj: Any, found: dict[str, Any], parts: frozenset[int]) -> None:
-    found[f"{path} class"] = (type(obj).__name__, id(type(obj)))
+    found[f"{path} class"] = _Itself(type(obj))
     for cls in type(obj).__mro__:
         if cls.__module__.partition(".")[0] in ("diffusers", "transformers", "undercrank"):
             found.setdefault(f"{cls.__module__}.{cls.__qualname__} ({id(cls)}) functions", _functions(cls))
     seen = {id(obj)}
     for name, value in vars(obj).items():
         if id(value) in parts:  # the pipeline's own references: described under their own names
-            found[f"{path}.{name}"] = (type(value).__name__, id(value))
+            found[f"{path}.{name}"] = _Itself(value)
         elif name not in _TABLES or not isinstance(obj, nn.Module):
             _describe(f"{path}.{name}", value, found, seen)
     if isinstance(obj, nn.Module):
-        found[f"{path} children"] = {name: id(child) for name, child in obj._modules.items()}
+        found[f"{path} children"] = {name: _Itself(child) for name, child in obj._modules.items()}
         for table in (obj._parameters, obj._buffers):
             found |= {f"{path}.{n} tensor": _weight(t) for n, t in table.items() if t is not None}
 
 
-def _functions(cls: type) -> dict[str, int]:
-    return {n: id(f) for n, f in vars(cls).items() if callable(f) or isinstance(f, property | classmethod)}
+def _functions(cls: type) -> dict[str, _Itself]:
+    return {n: _Itself(f) for n, f in vars(cls).items() if callable(f) or isinstance(f, property | classmethod)}
 
 
 def _weight(tensor: torch.Tensor) -> tuple[Any, ...]:
     version = 0 if tensor.is_inference() else tensor._version
-    return (id(tensor), type(tensor).__name__, str(tensor.device), tensor.dtype, tuple(tensor.shape), version)
+    return (_Itself(tensor), type(tensor).__name__, str(tensor.device), tensor.dtype, tuple(tensor.shape), version)
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Fraction, torch.dtype, torch.device, Path)
@@ -962,9 +988,9 @@ def _describe(path: str, value: Any, found: dict[str, Any], seen: set[int]) -> N
     elif isinstance(value, torch.Tensor):
         found[path] = (type(value).__name__, value.dtype, str(value.device), tuple(value.shape))
     elif isinstance(value, types.MethodType):
-        found[path] = ("method", id(value.__func__), id(value.__self__))
+        found[path] = ("method", _Itself(value.__func__), _Itself(value.__self__))
     elif isinstance(value, _CODE) or callable(value):
-        found[path] = (type(value).__name__, id(value))
+        found[path] = _Itself(value)
     elif id(value) in seen:
         found[path] = (type(value).__name__, "seen above")
     else:
@@ -995,16 +1021,15 @@ def _torch_flags() -> Iterator[tuple[str, Any]]:
     yield "autocast", tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     yield "deterministic", torch.are_deterministic_algorithms_enabled()
     yield "deterministic warns only", torch.is_deterministic_algorithms_warn_only_enabled()
-    yield "float32 matmul precision", torch.get_float32_matmul_precision()
     yield "threads", torch.get_num_threads()
-    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+    for name in ("enabled", "benchmark", "deterministic"):
         yield f"cudnn {name}", getattr(torch.backends.cudnn, name)
-    for name in (
-        "allow_tf32",
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-    ):
-        yield f"matmul {name}", getattr(torch.backends.cuda.matmul, name)
+    # Not allow_tf32: reading it raises once somebody has set the newer fp32_precision.
+    for name, part in (("matmul", torch.backends.cuda.matmul), ("convolution", torch.backends.cudnn.conv)):
+        yield f"{name} float32 precision", part.fp32_precision
+    for name in ("fp16", "bf16"):
+        flag = f"allow_{name}_reduced_precision_reduction"
+        yield flag, getattr(torch.backends.cuda.matmul, flag)
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         yield f"attention {name}", getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
     if torch.cuda.is_available():
