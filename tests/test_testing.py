@@ -363,16 +363,15 @@ def test_a_changed_process_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     before, flash = fingerprint(pipe), torch.backends.cuda.flash_sdp_enabled()
     thread = threading.Thread(target=stop.wait, name="left behind")
     thread.start()
-    monkeypatch.setitem(os.environ, "LEFT_BEHIND", "1")
     torch.backends.cuda.enable_flash_sdp(not flash)
-    with torch.no_grad():
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setitem(os.environ, "LEFT_BEHIND", "1")
         said = "\n".join(differences(before, fingerprint(pipe)))
     torch.backends.cuda.enable_flash_sdp(flash)
     stop.set()
     thread.join()
     for words in ("thread: left behind", "environment: LEFT_BEHIND", "torch: attention flash", "torch: grad"):
         assert words in said
-    monkeypatch.undo()
     assert differences(before, fingerprint(pipe)) == []
 
 
