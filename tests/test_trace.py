@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from undercrank.trace import Event, Tracer, cuda_stalls
 from tests.test_rig import FAMILY, Toy
 from undercrank.rig import Rig
+from undercrank.trace import Event, Tracer, cuda_stalls
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def logical_device(pipe: Any) -> Iterator[Auditor]:
         yield auditor
 
 
-def stalls(pipe: Any, inputs: Mapping[str, Any], **levers: str) -> Stalls:
+def stalls(pipe: Any, inputs: Mapping[str, Any], **levers: Any) -> Stalls:
     """Run `pipe(**inputs)` on the logical device and count what would block inside its denoising loop.
 
     levers: as for `accelerate` (`host_sync="auto"`); none: the stock pipeline. Raises what the pipeline raises.
@@ -82,7 +82,7 @@ def stalls(pipe: Any, inputs: Mapping[str, Any], **levers: str) -> Stalls:
     return stalls_and_result(pipe, inputs, **levers)[0]
 
 
-def stalls_and_result(pipe: Any, inputs: Mapping[str, Any], **levers: str) -> tuple[Stalls, Any]:
+def stalls_and_result(pipe: Any, inputs: Mapping[str, Any], **levers: Any) -> tuple[Stalls, Any]:
     """The stalls, and what the pipeline returned (`.frames`), on the CPU: equal for two runs that compute the same."""
     with ExitStack() as stack:
         auditor = stack.enter_context(logical_device(pipe))

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from undercrank import __version__, families
-from undercrank.records import Cancelled, Plan, Request, RunFailed, UndercrankError
+from undercrank.records import Cancelled, Fidelity, Plan, Request, RunFailed, UndercrankError
 
 app = typer.Typer(
     name="undercrank",
@@ -180,13 +180,13 @@ def _request(
     frames: int | None, fps: str | None, steps: int | None, guidance: float | None, seed: int | None, fidelity: str,
     levers: list[str] | None, device: str | None, dtype: str | None,
 ) -> Request:  # fmt: skip
-    from undercrank.words import as_fidelity, as_fps, as_size, as_wishes
+    from undercrank.words import as_fps, as_size, as_wishes
 
     width, height = as_size(size)
     return Request(
         prompt=prompt or "", negative_prompt=negative_prompt, model=model, image=image, width=width, height=height,
         num_frames=frames, fps=as_fps(fps), num_inference_steps=steps, guidance_scale=guidance, seed=seed,
-        fidelity=as_fidelity(fidelity), wishes=as_wishes(levers or []), device=device, dtype=dtype,
+        fidelity=Fidelity.of(fidelity), wishes=as_wishes(levers or []), device=device, dtype=dtype,
     )  # fmt: skip
 
 

@@ -48,9 +48,11 @@ from undercrank.rig import Rig
 from undercrank.sources import which_model
 from undercrank.trace import Event, Listener, Tracer, ignore
 from undercrank.undo import swap_attr, swap_class
-from undercrank.words import as_fidelity, as_fps
+from undercrank.words import as_fps
 
 T = TypeVar("T")
+
+LIVE_FINGERPRINT = "not taken: the pipeline came loaded"
 
 
 @dataclass(kw_only=True)
@@ -91,18 +93,24 @@ class Engine:
         *,
         machine: Machine | None = None,
         ledger: Ledger | None = None,
+        pipe: Any = None,
         allow_pickle: bool = False,
         local_files_only: bool = False,
     ) -> None:
+        """pipe: a pipeline that is already loaded; the engine then makes clips with it and loads nothing."""
         self.allow_pickle, self.local_files_only = allow_pickle, local_files_only
         self.machine = machine or this_machine()
         self.ledger = read_ledger() if ledger is None else ledger
         self.rig: Rig | None = None
+        self.live: Live | None = None
+        "Facts of a pipeline that came loaded; None: the engine loads by itself."
         self._loaded: Loaded | None = None
         self._spec: LoadSpec | None = None
         self._load_stack = ExitStack()
         self._held: list[tuple[Lever, ExitStack, Receipt]] = []
         self._cancel_reason: str | None = None
+        if pipe is not None:
+            self._adopt(pipe)
 
     def __enter__(self) -> Self:
         return self
@@ -114,8 +122,19 @@ class Engine:
 
     def plan(self, request: Request) -> Plan:
         """Decide everything, read nothing but the model's index. Raises as `make_plan`."""
+        if self.live is not None:
+            return self.plan_live(request)
         family, load = which_model(request, allow_pickle=self.allow_pickle, local_files_only=self.local_files_only)
         return make_plan(request, family=family, machine=self.machine, ledger=self.ledger, load=load)
+
+    def plan_live(self, request: Request, *, strict: bool = True) -> Plan:
+        """Plan around the pipeline at hand. strict: check the request; else the pipeline's own checks hold."""
+        assert self.rig is not None and self.live is not None
+        family, live = self.rig.family, self.live
+        load = LoadSpec(family=family.id, source="live", dtype=live.dtype, device=live.device.torch_name)
+        return make_plan(
+            request, family=family, machine=self.machine, ledger=self.ledger, load=load, live=live, strict=strict
+        )
 
     def generate(self, request: Request, *, listener: Listener = ignore) -> Clip:
         """Make one clip. Bad input is refused before a weight is read; a cancel stops within one step.
@@ -126,13 +145,14 @@ class Engine:
         if request.seed is None:
             request = replace(request, seed=secrets.randbelow(2**31))
         plan = self.plan(request)
-        family, device = families.family(plan.load.family), self.machine.device(plan.load.device)
+        family = self.rig.family if self.rig and self.live else families.family(plan.load.family)
+        device = self.live.device if self.live else self.machine.device(plan.load.device)
         picture = _picture(plan.request)
-        if self._spec != plan.load:
+        if self._needs_load(plan):
             refuse_if_too_big(plan, family, device)
         with _memory_errors(plan, family, device):
             self.move_to(plan, listener)
-            assert self.rig is not None and self._loaded is not None
+            assert self.rig is not None
             notes = (*plan.notes, *_truncation(self.rig, plan.request))
             inputs = call_inputs(self.rig, plan.request, picture)
             frames_FHWC, trace, receipts = self.run(
@@ -142,7 +162,7 @@ class Engine:
             undercrank=undercrank.__version__,
             request=plan.request,
             machine=self.machine,
-            model_fingerprint=self._loaded.fingerprint,
+            model_fingerprint=self._loaded.fingerprint if self._loaded else LIVE_FINGERPRINT,
             plan=plan,
             receipts=receipts,
             trace=trace,
@@ -154,7 +174,7 @@ class Engine:
 
     def move_to(self, plan: Plan, listener: Listener = ignore) -> None:
         """Reload if the load changed, else keep the longest common prefix of levers and enter the rest."""
-        if self.rig is None or self._spec != plan.load:
+        if self._needs_load(plan):
             self._reload(plan.load, listener)
         assert self.rig is not None
         wanted = list(plan.levers)
@@ -199,12 +219,13 @@ class Engine:
 
     # ----------------------------------------------------------------------- how
 
-    def adopt(self, rig: Rig, spec: LoadSpec) -> ExitStack:
-        """Work on a pipeline that somebody else loaded; the returned stack takes the seams off again."""
-        seams = ExitStack()
-        seams.enter_context(rig.seams())
-        self.rig, self._spec = rig, spec
-        return seams
+    def _adopt(self, pipe: Any) -> None:
+        rig = Rig(pipe, family_of_pipeline(pipe), str(pipe._execution_device))
+        self._load_stack.enter_context(rig.seams())
+        self.rig, self.live = rig, live_pipeline(rig, self.machine)
+
+    def _needs_load(self, plan: Plan) -> bool:
+        return self.live is None and (self.rig is None or self._spec != plan.load)
 
     def _reload(self, spec: LoadSpec, listener: Listener) -> None:
         self.close()
@@ -221,7 +242,7 @@ class Engine:
         self.rig, self._spec, self._load_stack = self._loaded.rig, spec, stack
 
     def _unload(self) -> None:
-        self.rig = self._loaded = self._spec = None
+        self.rig = self._loaded = self._spec = self.live = None
         self._load_stack.close()
         self._load_stack = ExitStack()
 
@@ -358,7 +379,7 @@ def _memory_errors(plan: Plan, family: Family, device: Device) -> Iterator[None]
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        case = case_of(plan.request, family, device)
+        case = case_of(plan.request, family, device, plan.load)
         advice = fitting(case, budget_bytes=int((plan.expected.peak_bytes or 0) * 0.7))
         raise OutOfMemory(f"memory ran out on {device.torch_name}: {advice}") from error
 
@@ -378,8 +399,6 @@ def generate(prompt: str, *, listener: Listener = ignore, **settings: Any) -> Cl
     known = set(Request.__dataclass_fields__)
     wishes = tuple((knob, str(value)) for knob, value in settings.items() if knob not in known)
     fields = {name: value for name, value in settings.items() if name in known}
-    if "fidelity" in fields:
-        fields["fidelity"] = as_fidelity(fields["fidelity"])
     if fields.get("fps") is not None:
         fields["fps"] = as_fps(fields["fps"])
     with Engine() as engine:
@@ -415,7 +434,7 @@ def accelerate(
     levers: knob=value ("auto", "off", "on" or a setting). Raises BadInput for an unknown knob, LeverRefused (at
     the call) for a lever that cannot be honoured.
     """
-    word, wishes = as_fidelity(fidelity), tuple(levers.items())
+    word, wishes = Fidelity.of(fidelity), tuple(levers.items())
     check_wishes(wishes)  # an unknown knob is refused here, not at the first call
     with ExitStack() as stack:
         hold = _HELD.get(pipe) or stack.enter_context(_Hold(pipe))
@@ -429,8 +448,6 @@ class _Hold:
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
-        self.rig = Rig(pipe, family_of_pipeline(pipe), str(pipe._execution_device))
-        self.engine = Engine()
         self.runs: list[Run] = []
         self._stack = ExitStack()
 
@@ -438,14 +455,18 @@ class _Hold:
         with ExitStack() as stack:
             stack.callback(_HELD.pop, self.pipe, None)
             _HELD[self.pipe] = self
+            self.engine = stack.enter_context(Engine(pipe=self.pipe))
             stack.enter_context(swap_class(self.pipe, _called_through(type(self.pipe), self)))
-            stack.enter_context(self.engine.adopt(self.rig, LoadSpec(family="", source="", dtype="", device="")))
-            stack.callback(self.engine._pop_all)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    @property
+    def rig(self) -> Rig:
+        assert self.engine.rig is not None
+        return self.engine.rig
 
     @contextmanager
     def within(self, run: Run) -> Iterator[None]:
@@ -466,8 +487,8 @@ class _Hold:
         run = self.runs[-1]
         if self.rig.called:  # a pipeline that calls itself is one run
             return original(self.pipe, *args, **kwargs)
-        plan = self._plan(run, _arguments(original, self.pipe, args, kwargs))
-        self.engine._spec = plan.load
+        asked = _request_of(_arguments(original, self.pipe, args, kwargs), self.rig.family, run)
+        plan = self.engine.plan_live(asked, strict=False)
         self.engine.move_to(plan)
         run.plan = plan
         result, run.trace, run.receipts = self.engine.run(
@@ -475,20 +496,6 @@ class _Hold:
         )
         run.calls += 1
         return result
-
-    def _plan(self, run: Run, arguments: Mapping[str, Any]) -> Plan:
-        device = _device_of(self.rig.device, self.engine.machine)
-        live = Live(device=device, dtype=_dtype_of(self.rig), scheduler=type(self.rig.scheduler).__name__)
-        request = _request_of(arguments, self.rig.family, run)
-        spec = LoadSpec(family=self.rig.family.id, source="live", dtype=live.dtype, device=device.torch_name)
-        return make_plan(
-            request,
-            family=self.rig.family,
-            machine=self.engine.machine,
-            ledger=self.engine.ledger,
-            load=spec,
-            live=live,
-        )
 
 
 _HELD: weakref.WeakKeyDictionary[Any, _Hold] = weakref.WeakKeyDictionary()
@@ -552,6 +559,11 @@ def family_of_pipeline(pipe: Any) -> Family:
         traits=frozenset(),
         note="",
     )
+
+
+def live_pipeline(rig: Rig, machine: Machine) -> Live:
+    """What is decided already: the device, the dtype and the scheduler of a pipeline at hand."""
+    return Live(device=_device_of(rig.device, machine), dtype=_dtype_of(rig), scheduler=type(rig.scheduler).__name__)
 
 
 def _device_of(name: str, machine: Machine) -> Device:

@@ -14,7 +14,7 @@ Traits: any_aspect (trained on an area rather than on a shape), audio, cache_con
 branches), control_input, diffusion_forcing, dynamic_cfg (takes `use_dynamic_cfg`), embedded_guidance (the
 scale is an input of the denoiser: one call a step), expand_timesteps, guider (the scale lives in
 `pipe.guider`), image_input, no_callback (takes no `callback_on_step_end`), one_size (runs at its trained sizes only),
-size_from_image (takes no width and height), two_experts, video_input.
+size_from_image (takes no width and height), toy_domain (its note is said before each run), two_experts, video_input.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ _FLIPBOOK = replace(
     text_encoder_params=1_480_000,
     vae_params=3_270_000,
     transformer_width=256,
-    note="The embedded model: a toy domain of drawn shapes, for trying the machine. Counts are rounded.",
+    traits=_WAN.traits | {"toy_domain"},
+    note="flipbook knows shapes, colours, backgrounds and motions; any other prompt is answered by the nearest "
+    "thing it knows",
 )
 _SKYREELS = replace(
     _WAN,
@@ -764,11 +766,10 @@ def least_steps(family: Family) -> int:
 
 def check_steps(family: Family, num_inference_steps: int) -> None:
     """Refuses a number of steps that the family's scheduler or pipeline cannot run; at most `MAX_STEPS`."""
-    _whole(num_inference_steps, "num_inference_steps", MAX_STEPS)
-    least = least_steps(family)
-    if num_inference_steps < least:
-        text = f"{num_inference_steps} step: {family.title} needs at least {least}"
-        raise BadInput(text, field="num_inference_steps")
+    least, steps = least_steps(family), num_inference_steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or not least <= steps <= MAX_STEPS:
+        text = f"{steps!r} steps: {family.title} takes a whole number from {least} to {MAX_STEPS}"
+        raise BadInput(f"{text}; {family.num_inference_steps} are usual", field="num_inference_steps")
 
 
 def check_frames(family: Family, num_frames: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from undercrank import screen
 from undercrank.ledger import HERE, append, read_ledger
 from undercrank.machine import this_machine
-from undercrank.planner import make_plan
+from undercrank.planner import make_plan, refuse_if_too_big
 from undercrank.records import BadInput, Measurement, NotFound, Plan, Report, Request, RunFailed
 from undercrank.sources import which_model
 from undercrank.video import appears_whole, read_recipe, safe_stem
@@ -68,7 +68,7 @@ def make_clip(
     on_cancellable: OnCancellable,
 ) -> None:
     """Make, write, report. Raises the errors of the engine; OSError where a file cannot be written."""
-    recipe = read_recipe(repeat) if repeat else None
+    recipe = _recipe(repeat) if repeat else None
     request = _repeated(recipe, asked, given) if recipe else asked
     if not recipe and "prompt" not in given:
         raise BadInput('what shall the film show? undercrank generate "a red ball rolls left"', field="prompt")
@@ -97,9 +97,18 @@ def make_clip(
 # --------------------------------------------------------------------------- before
 
 
+def _recipe(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise NotFound(f"there is no file {file}")
+    return read_recipe(file)
+
+
 def _plan(request: Request, allow_pickle: bool, local_files_only: bool) -> Plan:
     family, load = which_model(request, allow_pickle=allow_pickle, local_files_only=local_files_only)
-    return make_plan(request, family=family, machine=this_machine(), ledger=read_ledger(), load=load)
+    machine = this_machine()
+    plan = make_plan(request, family=family, machine=machine, ledger=read_ledger(), load=load)
+    refuse_if_too_big(plan, family, machine.device(plan.load.device))
+    return plan
 
 
 def _repeated(recipe: Mapping[str, Any], asked: Request, given: frozenset[str]) -> Request:
@@ -249,9 +258,7 @@ def _compared(recipe: Mapping[str, Any], report: Report) -> str:
 
 def recipe_in_words(file: Path, *, as_json: bool) -> str:
     """What `undercrank show` prints."""
-    if not file.exists():
-        raise NotFound(f"there is no file {file}")
-    recipe = read_recipe(file)
+    recipe = _recipe(file)
     if as_json:
         return json.dumps(recipe, indent=2)
     request, plan = recipe.get("request", {}), recipe.get("plan", {})

@@ -35,7 +35,6 @@ from undercrank.records import (
     Status,
 )
 
-MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
 MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARS = 100_000
@@ -62,20 +61,29 @@ class Live:
 
 
 def make_plan(
-    request: Request, *, family: Family, machine: Machine, ledger: Ledger, load: LoadSpec | None = None,
+    request: Request,
+    *,
+    family: Family,
+    machine: Machine,
+    ledger: Ledger,
+    load: LoadSpec | None = None,
     live: Live | None = None,
-) -> Plan:  # fmt: skip
+    strict: bool = True,
+) -> Plan:
     """Decide everything before the first weight is read. Raises BadInput and LeverRefused.
 
-    `load` overrides where the weights come from (a folder, another hub id); `live` is a pipeline at hand.
+    load: where the weights come from, if not from the family's repository. live: a pipeline at hand. strict:
+    False leaves the request's numbers to the pipeline's own checks (a call inside `accelerate`).
     """
     device = live.device if live else machine.device(request.device)
-    resolved, notes = resolve(request, family, device) if live is None else adopt(request, family, live)
+    if live is not None:
+        request = replace(request, dtype=live.dtype)
+    resolved, notes = resolve(request, family, device) if strict else adopt(request, family)
     load = replace(load or load_spec(family), dtype=str(resolved.dtype), device=device.torch_name)
-    levers, decisions = decide(resolved, case_of(resolved, family, device, live), ledger)
+    levers, decisions = decide(resolved, case_of(resolved, family, device, load, live), ledger)
     for lever in levers:
         load = lever.configure(load)
-    case = case_of(resolved, family, device, live, engaged=tuple(lever.name for lever in levers))
+    case = case_of(resolved, family, device, load, live, engaged=tuple(lever.name for lever in levers))
     return Plan(
         request=resolved,
         load=load,
@@ -92,7 +100,12 @@ def load_spec(family: Family) -> LoadSpec:
 
 
 def case_of(
-    request: Request, family: Family, device: Device, live: Live | None = None, engaged: tuple[str, ...] = ()
+    request: Request,
+    family: Family,
+    device: Device,
+    load: LoadSpec,
+    live: Live | None = None,
+    engaged: tuple[str, ...] = (),
 ) -> Case:
     """The case that levers are asked about, from a resolved request."""
     assert request.width and request.height and request.num_frames and request.num_inference_steps
@@ -108,6 +121,7 @@ def case_of(
         dtype=request.dtype,
         scheduler=live.scheduler if live else None,
         engaged=engaged,
+        parameters=load.parameters or family.transformer_params + family.text_encoder_params + family.vae_params,
     )
 
 
@@ -139,10 +153,10 @@ def resolve(request: Request, family: Family, device: Device) -> tuple[Request, 
     return resolved, tuple(_notes(request, resolved, family))
 
 
-def adopt(request: Request, family: Family, live: Live) -> tuple[Request, tuple[str, ...]]:
+def adopt(request: Request, family: Family) -> tuple[Request, tuple[str, ...]]:
     """A call of a pipeline at hand: its own checks and its own configuration hold, ours would be a second opinion."""
     check_wishes(request.wishes)
-    return replace(request, fps=family.fps, dtype=live.dtype), ()
+    return replace(request, fps=family.fps), ()
 
 
 def _negative(request: Request, family: Family) -> str:
@@ -181,14 +195,8 @@ def _checked_fps(fps: Fraction) -> Fraction:
 
 
 def _checked_steps(steps: int | None, family: Family) -> int:
-    if steps is None:
-        return family.num_inference_steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
-        near = f"the least is 1; {family.title} is made for {family.num_inference_steps}"
-        raise BadInput(
-            f"steps {steps}: must be a whole number from 1 to {MAX_STEPS} ({near})",
-            field="num_inference_steps",
-        )
+    steps = family.num_inference_steps if steps is None else steps
+    families.check_steps(family, steps)
     return steps
 
 
@@ -381,9 +389,9 @@ def _same_shape(rows: tuple[Measurement, ...], case: Case) -> tuple[Measurement,
 def expected_bytes(case: Case) -> tuple[int | None, str]:
     """Weights by their counted parameters, working memory by formula; a guard against hopeless runs, no promise."""
     family, value = case.family, BYTES_PER_VALUE[case.dtype]
-    if not family.transformer_params:
+    if not case.parameters or not family.transformer_width:
         return None, "the number of parameters of this model is not known"
-    weights = value * (family.transformer_params + family.text_encoder_params + family.vae_params)
+    weights = value * case.parameters
     # One block's inputs, its MLP (4 x width) and attention's q, k, v and output, all alive at once.
     denoise = value * _tokens(case) * family.transformer_width * 12
     # The VAE's widest layers at full size over one chunk of frames, in and out.
@@ -397,7 +405,7 @@ def refuse_if_too_big(plan: Plan, family: Family, device: Device) -> None:
     peak = plan.expected.peak_bytes
     if peak is None or peak <= device.free_bytes:
         return
-    case = case_of(plan.request, family, device)
+    case = case_of(plan.request, family, device, plan.load)
     need, free = gib(peak), gib(device.free_bytes)
     raise OutOfMemory(f"{family.title} needs about {need} and {device.torch_name} has {free} free: {fitting(case)}")
 

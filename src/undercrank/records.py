@@ -109,6 +109,14 @@ class Fidelity(enum.StrEnum):
     BALANCED = "balanced"
     FAST = "fast"
 
+    @classmethod
+    def of(cls, word: str) -> Fidelity:
+        try:
+            return cls(word)
+        except ValueError as error:
+            choices = ", ".join(each.value for each in cls)
+            raise BadInput(f"fidelity {word!r}: choose {choices}", field="fidelity") from error
+
     @property
     def ceiling(self) -> Promise:
         """The weakest promise that may engage unasked. LOSSY levers need a ledger row besides."""
@@ -232,6 +240,9 @@ class Request(Record):
     wishes: tuple[tuple[str, str], ...] = ()
     device: str | None = None
     dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fidelity", Fidelity.of(self.fidelity))  # a plain word is welcome, a wrong one is not
 
 
 # --------------------------------------------------------------------------- what is known
@@ -382,6 +393,8 @@ class Case(Record):
     scheduler: str | None = None
     "Class name of the scheduler where the pipeline is at hand."
     engaged: tuple[str, ...] = ()
+    parameters: int = 0
+    "Weights of all components together; 0 means unknown."
 
 
 # --------------------------------------------------------------------------- what is decided
@@ -399,6 +412,8 @@ class LoadSpec(Record):
     revision: str | None = None
     local_files_only: bool = False
     allow_pickle: bool = False
+    parameters: int = 0
+    "Counted in the files' headers where a folder is at hand; 0: the family's published counts hold."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import replace
 from importlib import resources
@@ -47,7 +48,7 @@ def which_model(
     row = families.of_pipeline(class_name, request.model)
     if row is None:
         raise BadInput(f"{request.model}: {class_name} is no video pipeline that is known here", field="model")
-    return row, replace(spec, family=row.id)
+    return row, replace(spec, family=row.id, parameters=count_parameters(folder))
 
 
 # --------------------------------------------------------------------------- where the model is
@@ -157,6 +158,8 @@ def weighted(folder: Path, index: dict[str, Any]) -> list[str]:
 # --------------------------------------------------------------------------- which model it is
 
 FULL_HASH_BYTES = 2**30
+MAX_HEADER_BYTES = 100_000_000
+"The format's own limit of a safetensors header."
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -188,6 +191,26 @@ def _ends(file: Path, mib: int = 2**20) -> bytes:
         first = data.read(mib)
         data.seek(max(0, size - mib))
         return size.to_bytes(8, "big") + first + data.read(mib)
+
+
+def count_parameters(folder: Path) -> int:
+    """Weights in all safetensors files, from their headers alone; 0 where there are none.
+
+    The header is a little-endian length and a JSON object of name -> {dtype, shape, data_offsets}.
+    """
+    total = 0
+    for file in folder.rglob("*.safetensors"):
+        with file.open("rb") as data:
+            size = int.from_bytes(data.read(8), "little")
+            if size > MAX_HEADER_BYTES:
+                raise BadInput(f"{file}: is no safetensors file", field="model")
+            try:
+                header = json.loads(data.read(size))
+                shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise BadInput(f"{file}: is no safetensors file", field="model") from error
+        total += sum(math.prod(shape) for shape in shapes)
+    return total
 
 
 def bytes_of(folder: Path, allow_pickle: bool) -> int:

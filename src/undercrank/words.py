@@ -1,4 +1,4 @@
-"""From what people type to values: sizes, frame rates, fidelity words, lever wishes. Raises BadInput, never guesses."""
+"""From what people type to values: sizes, frame rates, lever wishes. Raises BadInput, never guesses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
-from undercrank.records import BadInput, Fidelity
+from undercrank.records import BadInput
 
 
 def as_size(text: str | None) -> tuple[int | None, int | None]:
@@ -27,14 +27,6 @@ def as_fps(value: str | int | float | Fraction | None) -> Fraction | None:
         return Fraction(str(value)).limit_denominator(100_000)
     except (ValueError, ZeroDivisionError) as error:
         raise BadInput(f"fps {value!r}: write a number such as 16 or 24000/1001", field="fps") from error
-
-
-def as_fidelity(word: str | Fidelity) -> Fidelity:
-    try:
-        return Fidelity(word)
-    except ValueError as error:
-        choices = ", ".join(f.value for f in Fidelity)
-        raise BadInput(f"fidelity {word!r}: choose {choices}", field="fidelity") from error
 
 
 def as_wishes(pairs: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -95,7 +95,8 @@ def test_an_exception_within_engage_leaves_no_trace(lever: Lever, rig: Rig) -> N
     module = sys.modules[type(lever).__module__]
     run(rig)
     before = fingerprint(rig.pipe)
-    names = [name for name in ("swap_attr", "swap_class", "swap_child", "swap_item", "appended") if hasattr(module, name)]
+    changers = ("swap_attr", "swap_class", "swap_child", "swap_item", "appended")
+    names = [name for name in changers if hasattr(module, name)]
     assert names, f"{lever.name} changes nothing through undo"
     for name in names:
         with patch.object(module, name, side_effect=OSError("no")), contextlib.suppress(OSError), lever.engage(rig):

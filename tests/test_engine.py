@@ -1,0 +1,365 @@
+"""The engine: load, move between plans, make a clip, cancel, fail, close - each leaving nothing behind."""
+
+import dataclasses
+import gc
+import threading
+import weakref
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import undercrank
+from undercrank import engine as engine_module
+from undercrank.engine import Engine
+from undercrank.levers import ORDER
+from undercrank.records import (
+    BadInput,
+    Cancelled,
+    Lever,
+    LeverRefused,
+    NotFound,
+    OutOfMemory,
+    Promise,
+    Report,
+    Request,
+    RunFailed,
+)
+from undercrank.testing import tiny_folder
+from undercrank.video import frames_hash, read_frames, read_recipe
+
+ASKED = {"width": 32, "height": 32, "num_frames": 5, "num_inference_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_folder("wan2.1-1.3b", tmp_path_factory.mktemp("models") / "wan")
+
+
+@pytest.fixture
+def request_(folder) -> Request:
+    return Request(prompt="a red ball", model=str(folder), seed=7, **ASKED)
+
+
+@pytest.fixture
+def engine():
+    with Engine() as engine:
+        yield engine
+
+
+def test_a_clip_has_the_asked_shape_and_its_whole_story(engine, request_):
+    clip = engine.generate(request_)
+    assert clip.frames_FHWC.shape == (5, 32, 32, 3) and clip.frames_FHWC.dtype == np.uint8
+    report = clip.report
+    assert report.frames_hash == frames_hash(clip.frames_FHWC) and len(report.model_fingerprint) == 64
+    assert report.trace.calls == {"cond": 3, "uncond": 3} and len(report.trace.step_ms) == 3
+    assert [d.lever for d in report.plan.decisions] == [lever.name for lever in ORDER]
+    assert report.request.seed == 7 and report.request.guidance_scale == 5.0
+    assert Report.from_json(report.to_json(), levers=ORDER) == report
+
+
+def test_the_same_seed_makes_the_same_film_and_another_seed_another(engine, request_):
+    first, again = engine.generate(request_), engine.generate(request_)
+    other = engine.generate(dataclasses.replace(request_, seed=8))
+    assert first.report.frames_hash == again.report.frames_hash != other.report.frames_hash
+
+
+def test_a_fresh_engine_makes_the_same_film(request_):
+    hashes = set()
+    for _ in range(2):
+        with Engine() as engine:
+            hashes.add(engine.generate(request_).report.frames_hash)
+    assert len(hashes) == 1
+
+
+def test_the_film_is_the_stock_pipelines_film(engine, request_, folder):
+    import diffusers
+
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    frames = pipe(
+        prompt="a red ball", negative_prompt=engine.plan(request_).request.negative_prompt, output_type="np",
+        generator=torch.Generator("cpu").manual_seed(7), guidance_scale=5.0, max_sequence_length=512, **ASKED,
+    ).frames[0]  # fmt: skip
+    exact = engine.generate(dataclasses.replace(request_, fidelity="exact", wishes=(("host_sync", "on"),)))
+    assert np.array_equal(exact.frames_FHWC, np.rint(frames * 255).astype(np.uint8))
+
+
+def test_a_request_never_depends_on_the_one_before(engine, request_):
+    alone = engine.generate(request_).report.frames_hash
+    engine.generate(dataclasses.replace(request_, width=64, num_inference_steps=5, guidance_scale=1.0, prompt="x"))
+    assert engine.generate(request_).report.frames_hash == alone
+
+
+def test_guidance_reaches_the_pipeline(engine, request_):
+    one = engine.generate(dataclasses.replace(request_, guidance_scale=1.0))
+    assert one.report.trace.calls == {"cond": 3}
+
+
+def test_a_missing_seed_is_drawn_and_recorded(engine, request_):
+    seeds = {engine.generate(dataclasses.replace(request_, seed=None)).report.request.seed for _ in range(2)}
+    assert len(seeds) == 2 and None not in seeds
+
+
+def test_negative_prompt_left_out_and_empty_are_the_same_where_the_model_has_no_own(engine, folder):
+    base = Request(prompt="a ball", model="flipbook", seed=1, width=64, height=64, num_frames=5, num_inference_steps=2)
+    left_out = engine.generate(base)
+    empty = engine.generate(dataclasses.replace(base, negative_prompt=""))
+    other = engine.generate(dataclasses.replace(base, negative_prompt="a blue square"))
+    assert left_out.report.frames_hash == empty.report.frames_hash != other.report.frames_hash
+
+
+def test_a_cut_prompt_is_said_with_how_much_was_kept(engine):
+    asked = Request(
+        prompt="a red ball " * 5000, seed=1, width=64, height=64, num_frames=5, num_inference_steps=1, model="flipbook"
+    )
+    notes = engine.generate(asked).report.notes
+    assert any("tokens, the model reads 64" in note and "dropped" in note for note in notes), notes
+
+
+# --------------------------------------------------------------------------- moving between plans
+
+
+@contextmanager
+def _told(log, name):
+    log.append(f"+{name}")
+    try:
+        yield
+    finally:
+        log.append(f"-{name}")
+
+
+@pytest.fixture
+def spies(monkeypatch):
+    """Three levers that only tell when they are entered and left; `c` fails to engage when told to."""
+    log: list[str] = []
+    failing: set[str] = set()
+
+    def spy(letter: str) -> type[Lever]:
+        def engage(self, rig):
+            if letter in failing:
+                raise OSError("cannot engage")
+            return _told(log, letter)
+
+        return dataclasses.dataclass(frozen=True, kw_only=True)(
+            type(letter, (Lever,), {"name": letter, "summary": letter, "engage": engage, "__annotations__": {}})
+        )
+
+    levers = tuple(spy(letter) for letter in "abc")
+    for module in ("undercrank.planner.ORDER", "undercrank.levers.ORDER"):
+        monkeypatch.setattr(module, levers)
+    return log, failing
+
+
+def wishing(request: Request, **wishes: str) -> Request:
+    return dataclasses.replace(request, wishes=tuple(wishes.items()))
+
+
+def test_only_what_differs_is_left_and_entered(engine, request_, spies):
+    log, _ = spies
+    engine.generate(request_)
+    assert log == ["+a", "+b", "+c"]
+    log.clear()
+    engine.generate(wishing(request_, c="off"))
+    engine.generate(wishing(request_, b="off", c="off"))
+    assert log == ["-c", "-b"]
+    log.clear()
+    engine.generate(wishing(request_, a="off"))
+    assert log == ["-a", "+b", "+c"]
+
+
+def test_a_lever_that_fails_to_engage_leaves_the_rig_bare_and_the_engine_usable(engine, request_, spies):
+    log, failing = spies
+    failing.add("c")
+    with pytest.raises(OSError, match="cannot engage"):
+        engine.generate(request_)
+    assert log == ["+a", "+b", "-b", "-a"]
+    failing.clear()
+    engine.generate(request_)
+
+
+def test_closing_leaves_every_lever_also_when_one_fails_to_leave(request_, spies):
+    log, _ = spies
+    engine = Engine()
+    engine.generate(request_)
+    engine._held[2][1].callback(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.close()
+    assert log[-3:] == ["-c", "-b", "-a"]
+
+
+def test_a_complaint_of_a_lever_stands_in_the_report(engine, request_, monkeypatch):
+    from undercrank.levers.host_sync import HostSync
+
+    monkeypatch.setattr(HostSync, "verify", lambda self, rig, trace: ["nothing happened"])
+    report = engine.generate(wishing(request_, host_sync="on")).report
+    assert report.receipts[0].complaints == ("nothing happened",) and "host_sync: nothing happened" in report.notes
+
+
+def test_another_load_replaces_the_first_and_frees_it(engine, request_, folder, tmp_path):
+    engine.generate(request_)
+    old = weakref.ref(engine.rig.pipe.transformer)
+    other = tiny_folder("wan2.1-1.3b", tmp_path / "other", seed=1)
+    clip = engine.generate(dataclasses.replace(request_, model=str(other)))
+    gc.collect()
+    assert old() is None and clip.report.plan.load.source == str(other)
+
+
+def test_close_frees_the_weights_and_leaves_no_thread(request_):
+    before = threading.enumerate()
+    engine = Engine()
+    engine.generate(request_)
+    kept = weakref.ref(engine.rig.pipe.transformer)
+    engine.close()
+    gc.collect()
+    assert kept() is None and threading.enumerate() == before
+
+
+# --------------------------------------------------------------------------- failing and stopping
+
+
+def test_a_cancel_stops_within_one_step_and_the_next_run_is_right(engine, request_):
+    good = engine.generate(request_).report.frames_hash
+    seen = []
+
+    def listener(event):
+        seen.append((event.stage, event.done))
+        if event.stage == "denoise" and event.done == 2:
+            engine.cancel("enough")
+
+    with pytest.raises(Cancelled, match="enough"):
+        engine.generate(dataclasses.replace(request_, num_inference_steps=9), listener=listener)
+    assert seen[-1] == ("denoise", 2)
+    assert engine.generate(request_).report.frames_hash == good
+
+
+def test_a_cancel_while_loading_leaves_nothing(request_):
+    engine = Engine()
+
+    def listener(event):
+        if event.stage == "load" and event.done:
+            engine.cancel()
+
+    with pytest.raises(Cancelled):
+        engine.generate(request_, listener=listener)
+    assert engine.rig is None and engine._held == []
+
+
+def broken_forward(error):
+    def forward(*args, **kwargs):
+        raise error
+
+    return forward
+
+
+@pytest.mark.parametrize("stage", ["text_encoder", "transformer", "vae"])
+def test_after_a_failure_in_any_stage_the_next_run_is_right(engine, request_, stage):
+    good = engine.generate(request_).report.frames_hash
+    part = getattr(engine.rig.pipe, stage)
+    method = "decode" if stage == "vae" else "forward"
+    setattr(part, method, broken_forward(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(request_)
+    delattr(part, method)
+    assert engine.generate(request_).report.frames_hash == good
+
+
+def test_non_finite_latents_are_a_failure_that_names_the_step(engine, request_):
+    engine.generate(request_)
+    calls = []
+
+    def poison(module, args, output):
+        calls.append(1)
+        return (output[0] * float("nan"),) if len(calls) == 4 else output  # the second call of step 2
+
+    hook = engine.rig.pipe.transformer.register_forward_hook(poison)
+    with pytest.raises(RunFailed, match="step 2 of 3"):
+        engine.generate(request_)
+    hook.remove()
+
+
+def test_non_finite_frames_are_a_failure(engine, request_):
+    engine.generate(request_)
+    hook = engine.rig.pipe.vae.decoder.register_forward_hook(lambda m, a, out: out * float("nan"))
+    with pytest.raises(RunFailed, match="finite"):
+        engine.generate(request_)
+    hook.remove()
+
+
+def test_memory_that_runs_out_is_answered_with_a_size_that_would_fit(engine, request_):
+    engine.generate(request_)
+    engine.rig.pipe.transformer.forward = broken_forward(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(OutOfMemory, match="would fit|do not fit"):
+        engine.generate(dataclasses.replace(request_, width=64, num_frames=9))
+    del engine.rig.pipe.transformer.forward
+
+
+def test_memory_is_refused_before_anything_is_read(engine, request_, monkeypatch):
+    monkeypatch.setattr(engine_module, "load", lambda *a, **k: pytest.fail("loaded"))
+    poor = dataclasses.replace(
+        engine.machine, devices=tuple(dataclasses.replace(d, free_bytes=10**6) for d in engine.machine.devices)
+    )
+    engine.machine = poor
+    with pytest.raises(OutOfMemory, match="needs about"):
+        engine.generate(Request(prompt="x", model="flipbook"))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"width": 33}, {"num_frames": 6}, {"num_inference_steps": 0}, {"guidance_scale": float("nan")}, {"seed": -1},
+        {"image": "picture.png"}, {"wishes": (("warp", "9"),)}, {"device": "cuda:7"}, {"fps": Fraction(0)},
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_before_anything_is_read(engine, request_, monkeypatch, bad):
+    monkeypatch.setattr(engine_module, "load", lambda *a, **k: pytest.fail("loaded"))
+    with pytest.raises(BadInput):
+        engine.generate(dataclasses.replace(request_, **bad))
+
+
+def test_an_exact_request_refuses_a_lossy_wish(engine, request_, monkeypatch):
+    from undercrank.levers.host_sync import HostSync
+
+    monkeypatch.setattr(HostSync, "promises", lambda self, case: Promise.LOSSY)
+    with pytest.raises(LeverRefused, match="exact"):
+        engine.generate(dataclasses.replace(wishing(request_, host_sync="on"), fidelity="exact"))
+
+
+def test_a_missing_folder_is_missing(engine, request_):
+    with pytest.raises(NotFound, match="nowhere"):
+        engine.generate(dataclasses.replace(request_, model="./nowhere"))
+
+
+# --------------------------------------------------------------------------- files
+
+
+def test_a_saved_clip_carries_its_recipe_and_its_master_its_pixels(engine, request_, tmp_path):
+    clip = engine.generate(request_)
+    clip.save(tmp_path / "clip.mp4")
+    clip.save_master(tmp_path / "clip.mkv")
+    assert read_recipe(tmp_path / "clip.mp4")["frames_hash"] == clip.report.frames_hash
+    assert np.array_equal(read_frames(tmp_path / "clip.mkv"), clip.frames_FHWC)
+
+
+def test_generate_is_one_line(folder):
+    clip = undercrank.generate("a ball", model=str(folder), seed=7, host_sync="on", fidelity="exact", fps="8", **ASKED)
+    assert clip.fps == 8 and [r.lever for r in clip.report.receipts] == ["host_sync"]
+
+
+def test_a_picture_is_animated_upright_and_cropped(engine, tmp_path):
+    from PIL import Image
+
+    model = tiny_folder("wan2.1-14b-480p-i2v", tmp_path / "i2v")
+    Image.new("RGB", (90, 50), (200, 30, 30)).save(tmp_path / "p.png")
+    asked = Request(prompt="x", model=str(model), image=str(tmp_path / "p.png"), seed=1, **ASKED)
+    assert engine.generate(asked).frames_FHWC.shape == (5, 32, 32, 3)
+
+
+def test_an_unreadable_picture_is_refused_before_loading(engine, tmp_path, monkeypatch):
+    (tmp_path / "p.png").write_bytes(b"not a picture")
+    monkeypatch.setattr(engine_module, "load", lambda *a, **k: pytest.fail("loaded"))
+    with pytest.raises(BadInput):
+        engine.generate(Request(prompt="x", model="wan2.1-14b-480p-i2v", image=str(tmp_path / "p.png")))
