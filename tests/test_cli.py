@@ -239,9 +239,8 @@ def started(tmp_path: Path, *more: str) -> subprocess.Popen:
     """A long run in a process of its own, at its fifth step."""
     code = "import sys; from undercrank.cli import main; sys.argv[0] = 'undercrank'; main()"
     arguments = ["generate", PROMPT, "--size", "64x64", "--frames", "5", "--steps", "1000", "--json", "-o", "o.mp4"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments, *more], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments, *more], cwd=tmp_path, **pipes)
     for line in process.stdout:
         event = json.loads(line)
         if event["event"] == "progress" and event["stage"] == "denoise" and event["done"] >= 5:

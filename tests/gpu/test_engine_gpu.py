@@ -1,0 +1,56 @@
+"""On a CUDA device: no stall under host_sync, the same film with and without, memory given back."""
+
+import pytest
+import torch
+
+import undercrank
+from undercrank.engine import Engine
+from undercrank.records import Request
+from undercrank.testing import tiny_inputs, tiny_pipeline
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ASKED = Request(prompt="a red ball rolls left", seed=1, device="cuda", num_inference_steps=6)
+
+
+def test_flipbook_makes_the_same_film_with_no_stall() -> None:
+    with Engine() as engine:
+        engine.generate(ASKED)
+        fast = engine.generate(ASKED).report
+        stock = engine.generate(undercrank.Request(**{**vars(ASKED), "wishes": (("host_sync", "off"),)})).report
+    assert [r.lever for r in fast.receipts] == ["host_sync"] and not fast.receipts[0].complaints
+    assert fast.trace.stalls == 0 < stock.trace.stalls, fast.trace.stall_sites
+    assert fast.frames_hash == stock.frames_hash
+
+
+@pytest.mark.parametrize("name", ["cogvideox-2b", "wan2.1-1.3b"])
+def test_nothing_in_the_loop_copies_back(name: str) -> None:
+    """CUDA raises at any copy back between the second step and the end of the loop."""
+    pipe = tiny_pipeline(name).to("cuda")
+    pipe.set_progress_bar_config(disable=True)
+    film = lambda: pipe(**tiny_inputs(pipe, steps=8)).frames  # noqa: E731
+    with torch.no_grad():
+        stock = film()
+        with undercrank.accelerate(pipe) as run:
+            film()
+            armed = [
+                lambda index: torch.cuda.set_sync_debug_mode("error") if index == 1 else None,
+                lambda error: torch.cuda.set_sync_debug_mode("default"),
+            ]
+            run.rig.at_step.append(armed[0])
+            run.rig.at_end.append(armed[1])
+            try:
+                fast = film()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(stock, fast)
+
+
+def test_closing_gives_the_memory_back() -> None:
+    before = torch.cuda.memory_allocated()
+    with Engine() as engine:
+        engine.generate(ASKED)
+    assert torch.cuda.memory_allocated() <= before
