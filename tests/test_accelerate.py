@@ -219,3 +219,35 @@ def test_a_pipeline_that_is_not_in_the_table_runs_stock_and_says_so() -> None:
         with torch.no_grad():
             pipe(**film_inputs)
     assert run.plan.levers == () and "Unheard" in run.plan.decisions[0].reason
+
+
+def test_an_exception_in_a_forward_under_a_guider_that_installs_hooks_leaves_the_next_run_right() -> None:
+    """Stock diffusers leaves the guider's hook behind, and the next run raises that it exists already."""
+    from diffusers.guiders import SkipLayerGuidance
+    from diffusers.hooks import LayerSkipConfig
+    from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+    from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15TransformerBlock
+
+    metadata = TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1)
+    TransformerBlockRegistry.register(HunyuanVideo15TransformerBlock, metadata)
+    pipe = tiny_pipeline("hunyuanvideo-1.5-480p")
+    pipe.set_progress_bar_config(disable=True)
+    pipe.guider = SkipLayerGuidance(
+        guidance_scale=4.0, skip_layer_guidance_scale=2.0, skip_layer_guidance_start=0.0, skip_layer_guidance_stop=1.0,
+        skip_layer_config=LayerSkipConfig(indices=[0], fqn="transformer_blocks"),
+    )  # fmt: skip
+    good = film(pipe)
+    forward, calls = pipe.transformer.forward, []
+
+    def broken(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:  # the third, layer-skipping pass of step 2
+            raise Stop
+        return forward(*args, **kwargs)
+
+    with undercrank.accelerate(pipe):
+        pipe.transformer.forward = broken
+        with pytest.raises(Stop):
+            film(pipe)
+        del pipe.transformer.forward
+        assert len(calls) == 6 and torch.equal(film(pipe), good)
