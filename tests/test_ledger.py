@@ -1,0 +1,113 @@
+"""Rows are appended, read back and found again; a broken line is named."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undercrank import families, ledger
+from undercrank.ledger import Ledger, append, read_ledger
+from undercrank.records import BadInput, Case, Device, Measurement
+
+FAMILY = families.family("wan2.1-14b")
+CASE = Case(
+    family=FAMILY, device=Device(kind="cuda", name="GPU"), width=1280, height=720, num_frames=81,
+    num_inference_steps=50, guidance_scale=5.0, dtype="bfloat16",
+)  # fmt: skip
+
+
+def a_row(**fields: Any) -> Measurement:
+    row = Measurement(
+        id="r", family=FAMILY.id, lever=None, source="measured", machine="m", device="GPU", versions={"torch": "2"},
+        width=1280, height=720, num_frames=81, num_inference_steps=50, dtype="bfloat16", n=3, step_ms=1000.0,
+    )  # fmt: skip
+    return replace(row, **fields)
+
+
+@pytest.fixture(autouse=True)
+def nothing_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_shipped", list)
+
+
+def test_what_is_appended_is_read_back_in_order(own_ledger: Path) -> None:
+    rows = [a_row(id=str(number), note="\u732b\u2028\nx") for number in range(3)]
+    for row in rows:
+        append(row)
+    assert list(read_ledger().rows) == rows
+    assert len(own_ledger.read_bytes().splitlines()) == 3
+
+
+def test_a_path_may_be_given_and_its_folder_is_made(tmp_path: Path, own_ledger: Path) -> None:
+    path = tmp_path / "a" / "b" / "rows.jsonl"
+    append(a_row(), path)
+    assert read_ledger(path).rows == (a_row(),)
+    assert not own_ledger.exists()
+
+
+def test_a_ledger_is_private_to_write_and_no_program() -> None:
+    append(a_row())
+    mode = ledger.settings().ledger.stat().st_mode
+    assert not mode & (stat.S_IWOTH | stat.S_IWGRP | stat.S_IXUSR)
+
+
+def test_no_ledger_is_an_empty_ledger() -> None:
+    assert read_ledger().rows == ()
+
+
+def test_shipped_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = tmp_path / "shipped.jsonl"
+    shipped.write_text(a_row(id="shipped").to_json() + "\n\n")
+    monkeypatch.setattr(ledger, "_shipped", lambda: [shipped])
+    append(a_row(id="own"))
+    assert [row.id for row in read_ledger().rows] == ["shipped", "own"]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", "null", '{"id": "r"}', '"text"'])
+def test_a_broken_line_is_named_with_its_file_and_number(own_ledger: Path, line: str) -> None:
+    own_ledger.write_text(f"{a_row().to_json()}\n\n{line}\n")
+    with pytest.raises(BadInput, match=r"ledger\.jsonl, line 3 is no ledger row .*remove the line"):
+        read_ledger()
+
+
+def test_a_row_with_an_unknown_field_is_named(own_ledger: Path) -> None:
+    own_ledger.write_text(a_row().to_json().replace('"note"', '"nota"') + "\n")
+    with pytest.raises(BadInput, match=r"line 1 .*Measurement has no field nota"):
+        read_ledger()
+
+
+def test_lines_of_many_writers_do_not_mix() -> None:
+    def write(name: str) -> None:
+        for number in range(20):
+            append(a_row(id=f"{name}-{number}", note=name * 3000))
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rows = read_ledger().rows
+    assert sorted(row.id for row in rows) == sorted(f"{name}-{number}" for name in "abcd" for number in range(20))
+
+
+def test_whole_runs_are_found_with_the_nearest_shape_first() -> None:
+    far, near, same = a_row(id="far", width=128), a_row(id="near", num_frames=77), a_row(id="same")
+    assert Ledger([far, near, same]).runs_like(CASE) == (same, near, far)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"lever": "host_sync"}, {"family": "flipbook"}, {"device": "CPU"}, {"dtype": "float32"}, {"step_ms": None}],
+)
+def test_a_run_of_something_else_is_not_a_run_like_this(other: dict[str, Any]) -> None:
+    assert Ledger([a_row(**other)]).runs_like(CASE) == ()
+
+
+def test_rows_of_a_lever_are_found_by_lever_and_family() -> None:
+    mine = a_row(lever="crush")
+    rows = Ledger([mine, a_row(lever="other"), a_row(), a_row(lever="crush", family="flipbook")])
+    assert rows.of_lever("crush", CASE) == (mine,)
