@@ -300,11 +300,11 @@ def test_nearest_lengths_are_valid_and_around_the_asked_one(row: Family, num_fra
 @pytest.mark.parametrize(
     ("name", "steps", "words"),
     [
-        ("ltx-video", 1, "1 step: LTX-Video needs at least 2"),
-        ("mochi", 1, "needs at least 2"),
-        ("wan2.1-1.3b", 0, "num_inference_steps=0: must be at least 1"),
-        ("wan2.1-1.3b", 1001, "at most 1000"),
-        ("wan2.1-1.3b", 4.0, "must be a whole number"),
+        ("ltx-video", 1, "1 steps: LTX-Video takes a whole number from 2 to 1000"),
+        ("mochi", 1, "from 2 to 1000"),
+        ("wan2.1-1.3b", 0, "0 steps: Wan 2.1 1.3B takes a whole number from 1 to 1000; 50 are usual"),
+        ("wan2.1-1.3b", 1001, "from 1 to 1000"),
+        ("wan2.1-1.3b", 4.0, "4.0 steps"),
     ],
 )
 def test_a_wrong_number_of_steps_is_refused(name: str, steps: int, words: str) -> None:

@@ -49,6 +49,8 @@ BOUNDS: dict[Fidelity, dict[str, float]] = {
 }
 MIN_GAIN = 1.1
 "A LOSSY lever that gains less than this is not worth its distance."
+NOISE = 0.02
+"A lever that loses more than this where it was measured is left off, whatever it promises."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +315,8 @@ def _decide_one(cls: type[Lever], request: Request, case: Case, ledger: Ledger) 
     if doubt := lever.doubt(case):
         return None, answer(Status.DECLINED, "off", doubt)
     rows = ledger.of_lever(cls.name, case)
+    if slower := measured_slower(rows, case):
+        return None, answer(Status.DECLINED, "off", slower, rows)
     if promise is Promise.LOSSY and (unproven := unproven_loss(rows, request.fidelity)):
         return None, answer(Status.DECLINED, "off", unproven, rows)
     return lever, answer(Status.APPLIED, "on", _why(lever, promise), rows)
@@ -327,6 +331,14 @@ def unmet_need(cls: type[Lever], case: Case) -> str | None:
         return f"needs a GPU of capability {needs.capability[0]}.{needs.capability[1]} or later"
     if clash := sorted(needs.conflicts & set(case.engaged)):
         return f"does not go together with {', '.join(clash)}: turn that off"
+    return None
+
+
+def measured_slower(rows: tuple[Measurement, ...], case: Case) -> str | None:
+    """Why rows of this model on this kind of device speak against a lever; None: they do not."""
+    gains = [row.gain for row in rows if row.gain is not None and row.device == case.device.name]
+    if gains and max(gains) < 1 - NOISE:
+        return f"measured slower on {case.device.name}: {max(gains):.2f}x"
     return None
 
 
