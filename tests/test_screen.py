@@ -126,6 +126,10 @@ def test_a_stage_has_ended_when_the_next_one_begins_and_a_failed_one_stays_short
     assert bars(monkeypatch, events, ZeroDivisionError) == {"read the prompt": 32, "denoise": 16}
 
 
+def test_the_last_stage_has_ended_when_all_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bars(monkeypatch, [Event(stage="decode", done=0, total=1)]) == {"decode": 32}
+
+
 def test_every_stage_has_its_words() -> None:
     assert set(screen.STAGES) == set(STAGES)
 

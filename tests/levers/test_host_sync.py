@@ -18,7 +18,7 @@ def watched(name: str, lever: bool, steps: int = STEPS, scheduler: str | None = 
     """Latents and stalls of one run on the logical device."""
     pipe = tiny_pipeline(name, scheduler=scheduler)
     pipe.set_progress_bar_config(disable=True)
-    inputs = tiny_inputs(pipe, steps=steps, **settings)
+    inputs = tiny_inputs(name, steps=steps, **settings)
     rig = Rig(pipe, family(name), f"{DEVICE}:0")
     with logical_device(pipe) as auditor, rig.seams(), rig.call(), torch.no_grad():
         auditor.in_loop = lambda: rig.running
@@ -62,10 +62,10 @@ def test_every_proven_pipeline_makes_the_same_latents_on_the_cpu(name: str) -> N
     pipe = tiny_pipeline(name)
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():
-        stock = pipe(**tiny_inputs(pipe, steps=4)).frames
+        stock = pipe(**tiny_inputs(name, steps=4)).frames
     rig = Rig(pipe, family(name), "cpu")
     with rig.seams(), HostSync().engage(rig), rig.call(), torch.no_grad():
-        mirrored = pipe(**tiny_inputs(pipe, steps=4)).frames
+        mirrored = pipe(**tiny_inputs(name, steps=4)).frames
     assert torch.equal(stock, mirrored) and HostSync().verify(rig, None) == []
 
 
@@ -103,6 +103,6 @@ def test_no_mirror_is_left_after_an_exception_in_the_loop() -> None:
 
     with rig.seams(), HostSync().engage(rig):
         with pytest.raises(ZeroDivisionError), rig.call(), torch.no_grad():
-            pipe(**tiny_inputs(pipe, steps=4), callback_on_step_end=stop)
+            pipe(**tiny_inputs(name, steps=4), callback_on_step_end=stop)
         held = [*vars(pipe.scheduler).values(), *vars(pipe).values(), *pipe.scheduler.timestep_list]
         assert not [value for value in held if isinstance(value, Mirror)]
