@@ -663,6 +663,14 @@ def test_a_model_whose_weights_alone_do_not_fit_says_so() -> None:
         guarded(on_gpu_with(24))
 
 
+def test_the_files_own_count_of_weights_wins_over_the_family_s() -> None:
+    family = families.family(WAN)
+    load = LoadSpec(family=WAN, source="/models/tiny", dtype="float32", device="cpu", parameters=1_000_000)
+    tiny = make_plan(Request(model=WAN), family=family, machine=SERVER, ledger=Ledger(), load=load)
+    weights = family.transformer_params + family.text_encoder_params + family.vae_params
+    assert plan().expected.peak_bytes - tiny.expected.peak_bytes == 2 * (weights - 1_000_000)  # type: ignore[operator]
+
+
 def test_a_model_of_unknown_size_is_not_refused() -> None:
     family = replace(families.family(WAN), transformer_params=0, text_encoder_params=0, vae_params=0)
     made = make_plan(Request(), family=family, machine=on_gpu_with(0.1), ledger=Ledger())

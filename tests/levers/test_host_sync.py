@@ -103,6 +103,6 @@ def test_no_mirror_is_left_after_an_exception_in_the_loop() -> None:
 
     with rig.seams(), HostSync().engage(rig):
         with pytest.raises(ZeroDivisionError), rig.call(), torch.no_grad():
-            pipe(**tiny_inputs(name, steps=4), callback_on_step_end=stop)
+            pipe(**tiny_inputs(pipe, steps=4), callback_on_step_end=stop)
         held = [*vars(pipe.scheduler).values(), *vars(pipe).values(), *pipe.scheduler.timestep_list]
         assert not [value for value in held if isinstance(value, Mirror)]
