@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from undercrank import oneshot, video
+from undercrank import ledger, oneshot, video
 from undercrank.ledger import HERE, read_ledger
 from undercrank.levers import ORDER
 from undercrank.machine import this_machine
@@ -102,6 +102,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[PretendedEng
     engine = type("Engine", (PretendedEngine,), {"made": [], "options": {}})
     monkeypatch.setitem(sys.modules, "undercrank.engine", SimpleNamespace(Engine=engine))  # type: ignore[arg-type]
     monkeypatch.setattr(oneshot, "read_recipe", lambda path: json.loads(Path(path).read_text()))
+    monkeypatch.setattr(ledger, "_shipped", list)  # the user's own rows alone
     monkeypatch.chdir(tmp_path)
     return engine
 
