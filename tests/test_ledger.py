@@ -29,6 +29,10 @@ def a_row(**fields: Any) -> Measurement:
     return replace(row, **fields)
 
 
+SHIPPED = ledger._shipped
+SOURCES = {"measured here", "measured", "published", "random weights"}
+
+
 @pytest.fixture(autouse=True)
 def nothing_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_shipped", list)
@@ -111,3 +115,12 @@ def test_rows_of_a_lever_are_found_by_lever_and_family() -> None:
     mine = a_row(lever="crush")
     rows = Ledger([mine, a_row(lever="other"), a_row(), a_row(lever="crush", family="flipbook")])
     assert rows.of_lever("crush", CASE) == (mine,)
+
+
+def test_the_shipped_rows_are_sound_and_none_claims_to_be_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_shipped", SHIPPED)
+    rows = read_ledger().rows
+    assert len({row.id for row in rows}) == len(rows)
+    assert {row.source for row in rows} <= SOURCES - {ledger.HERE}
+    assert all(row.machine and row.device and row.versions and row.n >= 1 for row in rows)
+    assert {row.family for row in rows} <= {family.id for family in families.FAMILIES}
