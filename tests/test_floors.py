@@ -25,7 +25,7 @@ FILES = {
 FLOORS = {
     0: ("undercrank", "records", "undo"),
     1: ("settings", "words", "families", "machine", "ledger", "rig"),
-    2: ("levers", "levers.host_sync", "levers.mirror", "levers.rehearsal"),
+    2: ("levers", "levers.host_sync", "levers.mirror", "levers.unipc"),
     3: ("planner", "sources"),
     4: ("load", "trace", "video", "images", "screen", "doctor"),
     5: ("engine",),
@@ -40,8 +40,8 @@ SAME_FLOOR = {
     ("ledger", "settings"),  # where the user's rows are
     ("levers", "levers.host_sync"),  # ORDER
     ("levers.host_sync", "levers.mirror"),  # two files of one lever
-    ("levers.host_sync", "levers.rehearsal"),
-    ("levers.rehearsal", "levers.mirror"),
+    ("levers.host_sync", "levers.unipc"),
+    ("levers.unipc", "levers.mirror"),
     ("sources", "planner"),  # the load of a family
     ("load", "trace"),  # progress events
     ("video", "images"),  # arrays to pixels
@@ -51,7 +51,7 @@ SAME_FLOOR = {
 
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
-    "levers.mirror", "levers.rehearsal", "load", "trace", "engine", "audit", "testing",
+    "levers.mirror", "levers.unipc", "load", "trace", "engine", "audit", "testing",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},
@@ -71,7 +71,7 @@ CHANGES_OBJECTS = {
     "undo",
     "records",  # a frozen record completes itself while it is made
     "levers.host_sync",  # the scheduler's own __setattr__, in a subclass that the lever gave it
-    "levers.rehearsal",  # its own copy of the scheduler, thrown away before the loop
+    "levers.unipc",  # its own copies of the scheduler, thrown away before the loop
 }
 
 

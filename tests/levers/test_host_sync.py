@@ -10,7 +10,17 @@ from undercrank.levers.mirror import Mirror
 from undercrank.rig import Rig
 from undercrank.testing import tiny_inputs, tiny_pipeline
 
+pytestmark = [
+    # Mochi asks for an autocast that the CPU does not have, and runs without it.
+    pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype is not supported:UserWarning"),
+    # Cosmos' UniPC with Karras sigmas hands a tensor to numpy; numpy 2 wants another signature from torch.
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+]
 STEPS = 6
+STALL_FREE = [
+    *("cogvideox-2b", "wan2.1-1.3b", "wan2.2-a14b", "wan2.1-14b-480p-i2v", "flipbook"),
+    *("skyreels-v2-14b", "hunyuanvideo-i2v", "ltx-video", "ltx-2-i2v"),
+]
 PROVEN_FAMILIES = [row.id for row in FAMILIES if row.pipeline in PROVEN]
 
 
@@ -30,7 +40,7 @@ def watched(name: str, lever: bool, steps: int = STEPS, scheduler: str | None = 
     return latents, auditor.found(steps)
 
 
-@pytest.mark.parametrize("name", ["cogvideox-2b", "wan2.1-1.3b", "wan2.2-a14b", "wan2.1-14b-480p-i2v", "flipbook"])
+@pytest.mark.parametrize("name", STALL_FREE)
 def test_no_stall_is_left_and_latents_are_equal(name: str) -> None:
     stock, before = watched(name, lever=False)
     mirrored, after = watched(name, lever=True)
