@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
+from importlib import resources
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -360,3 +363,13 @@ def test_a_family_trained_on_an_area_takes_every_shape_of_it() -> None:
 def test_a_family_without_a_list_is_not_warned_about_sizes() -> None:
     assert off_track(family("ltx-video"), 960, 544, 97) is None
     assert off_track(family("ltx-video"), 960, 544, 265) is not None
+
+
+def test_flipbooks_row_says_what_its_folder_says() -> None:
+    row = family("flipbook")
+    folder = Path(str(resources.files("undercrank") / "flipbook"))
+    defaults = json.loads((folder / "generation_defaults.json").read_text())
+    assert {name: getattr(row, name) for name in defaults if name not in ("fps", "negative_prompt")} == {
+        name: value for name, value in defaults.items() if name not in ("fps", "negative_prompt")
+    }
+    assert row.fps == defaults["fps"] and (row.negative_prompt or "") == defaults["negative_prompt"]

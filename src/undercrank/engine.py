@@ -149,8 +149,8 @@ class Engine:
         device = self.live.device if self.live else self.machine.device(plan.load.device)
         picture = _picture(plan.request)
         if self._needs_load(plan):
-            refuse_if_too_big(plan, family, device)
-        with _memory_errors(plan, family, device):
+            refuse_if_too_big(plan, family, self.machine, device)
+        with _memory_errors(plan, family, self.machine, device):
             self.move_to(plan, listener)
             assert self.rig is not None
             notes = (*plan.notes, *_truncation(self.rig, plan.request))
@@ -374,12 +374,12 @@ def _truncation(rig: Rig, request: Request) -> tuple[str, ...]:
 
 
 @contextmanager
-def _memory_errors(plan: Plan, family: Family, device: Device) -> Iterator[None]:
+def _memory_errors(plan: Plan, family: Family, machine: Machine, device: Device) -> Iterator[None]:
     """Memory that ran out, as an answer: what would fit."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        case = case_of(plan.request, family, device, plan.load)
+        case = case_of(plan.request, family, machine, device, plan.load)
         advice = fitting(case, budget_bytes=int((plan.expected.peak_bytes or 0) * 0.7))
         raise OutOfMemory(f"memory ran out on {device.torch_name}: {advice}") from error
 

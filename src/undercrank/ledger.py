@@ -43,14 +43,14 @@ def read_ledger(path: Path | None = None) -> Ledger:
     """The shipped rows and the user's own. A broken line in the user's file is named, not skipped."""
     shipped = [row for file in _shipped() for row in _rows(file.read_text(encoding="utf-8"), file.name)]
     own = path or settings().ledger
-    return Ledger([*shipped, *_rows(own.read_text(encoding="utf-8"), str(own))] if own.exists() else shipped)
+    return Ledger([*shipped, *_rows(_text(own), str(own))] if own.exists() else shipped)
 
 
 def append(row: Measurement, path: Path | None = None) -> None:
     """Add one row to the user's ledger; one `write` call, so that two processes do not mix their lines."""
     own = path or settings().ledger
     own.parent.mkdir(parents=True, exist_ok=True)
-    line = (row.to_json() + "\n").encode()
+    line = (_missing_newline(own) + row.to_json() + "\n").encode()
     descriptor = os.open(own, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, line)
@@ -58,8 +58,26 @@ def append(row: Measurement, path: Path | None = None) -> None:
         os.close(descriptor)
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is no ledger: {error}; move it away") from error
+
+
+def _missing_newline(path: Path) -> str:
+    """A last line that was torn by a crash must not swallow the next row."""
+    if not path.exists() or path.stat().st_size == 0:
+        return ""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return "" if file.read(1) == b"\n" else "\n"
+
+
 def _shipped() -> list[Path]:
     folder = resources.files("undercrank") / "evidence"
+    if not folder.is_dir():
+        return []
     return sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".jsonl"))
 
 
@@ -69,10 +87,21 @@ def _rows(text: str, name: str) -> list[Measurement]:
         if not line.strip():
             continue
         try:
-            rows.append(Measurement.from_json(line))
+            rows.append(_row(line))
         except (json.JSONDecodeError, BadInput, TypeError, ValueError) as error:
             raise BadInput(f"{name}, line {number} is no ledger row ({error}); remove the line") from error
     return rows
+
+
+def _row(line: str) -> Measurement:
+    row = Measurement.from_dict(json.loads(line, parse_constant=_refuse_constant))
+    if min(row.width, row.height, row.num_frames, row.num_inference_steps) < 1:
+        raise ValueError("a shape of nothing")
+    return row
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no measurement")
 
 
 def _pixels(shape: Measurement | Case) -> int:

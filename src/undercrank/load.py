@@ -101,14 +101,13 @@ def _load_part(folder: Path, entry: list[Any], spec: LoadSpec) -> Any:
         raise BadInput(f"{folder.name}: this {library} has no class {class_name}; is it too old?", field="model")
     dtype = getattr(torch, OWN_DTYPE.get(class_name, spec.dtype))
     key = "dtype" if library == "transformers" else "torch_dtype"
-    options: dict[str, Any] = {key: dtype, "local_files_only": True, "use_safetensors": not spec.allow_pickle}
-    try:
+    options: dict[str, Any] = {
+        key: dtype,
+        "local_files_only": True,
+        "use_safetensors": None if spec.allow_pickle else True,
+    }
+    with _read_errors(folder):
         part = cls.from_pretrained(str(folder), **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadInput(f"{folder}: the weights cannot be read: {first}", field="model") from error
     return part.eval().requires_grad_(False).to(spec.device)
 
 
@@ -118,9 +117,22 @@ def _assemble(folder: Path, index: dict[str, Any], parts: dict[str, Any], spec: 
     cls = getattr(diffusers, index["_class_name"], None)
     if cls is None:
         raise BadInput(f"this diffusers has no {index['_class_name']}; is it too old?", field="model")
-    pipe = cls.from_pretrained(str(folder), **parts, local_files_only=True)
+    with _read_errors(folder):
+        pipe = cls.from_pretrained(str(folder), **parts, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@contextmanager
+def _read_errors(folder: Path) -> Iterator[None]:
+    """What the libraries raise over a broken or foreign file, as one line that names the folder."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadInput(f"{folder}: cannot be read: {first}", field="model") from error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,11 +22,15 @@ from undercrank.settings import settings
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "av", "numpy")
 "The packages whose versions decide results; they stand in every report and ledger row."
+OPTIONAL = ("torchao", "flash_attn", "sageattention", "ray")
+"Packages that a lever may need; named where they are installed."
 
 
 def this_machine() -> Machine:
     """This computer as it is now: free bytes are those of the moment."""
     gpus, driver = _gpus()
+    if versions().get("torch", "").endswith("+cpu"):
+        gpus = ()  # a torch built for the CPU cannot use them; `undercrank doctor` says what to install
     return Machine(
         name=_processor(),
         devices=(*gpus, _cpu()),
@@ -37,7 +42,7 @@ def this_machine() -> Machine:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in PACKAGES + OPTIONAL:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -47,7 +52,18 @@ def versions() -> dict[str, str]:
 
 def _cpu() -> Device:
     memory = psutil.virtual_memory()
-    return Device(kind="cpu", name=_processor(), total_bytes=memory.total, free_bytes=memory.available)
+    total, free = min((memory.total, memory.available), _container_memory() or (memory.total, memory.available))
+    return Device(kind="cpu", name=_processor(), total_bytes=total, free_bytes=min(free, memory.available))
+
+
+def _container_memory() -> tuple[int, int] | None:
+    """Total and free bytes of the control group (version 2) that we run in; None: no limit is set."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+    except OSError:
+        return None
+    return None if limit.strip() == "max" else (int(limit), int(limit) - int(used))
 
 
 def _processor() -> str:
@@ -67,7 +83,7 @@ def _gpus() -> tuple[tuple[Device, ...], str | None]:
             return (), None
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         shown = _visible(handles, settings().visible_cuda)
-        gpus = tuple(_gpu(index, handle) for index, handle in enumerate(shown))
+        gpus = tuple(gpu for index, handle in enumerate(shown) if (gpu := _gpu(index, handle)))
         return gpus, _text(pynvml.nvmlSystemGetDriverVersion())
 
 
@@ -100,8 +116,12 @@ def _visible(handles: list[Any], visible: str | None) -> list[Any]:
     return shown
 
 
-def _gpu(index: int, handle: Any) -> Device:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+def _gpu(index: int, handle: Any) -> Device | None:
+    """None: a device that does not tell its memory (some boards share the host's): planned around, not used."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError:
+        return None
     return Device(
         kind="cuda",
         index=index,

@@ -7,7 +7,7 @@ engaged or not; then time and memory are estimated, each with its basis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -82,10 +82,10 @@ def make_plan(
         request = replace(request, dtype=live.dtype)
     resolved, notes = resolve(request, family, device) if strict else adopt(request, family)
     load = replace(load or load_spec(family), dtype=str(resolved.dtype), device=device.torch_name)
-    levers, decisions = decide(resolved, case_of(resolved, family, device, load, live), ledger)
+    levers, decisions = decide(resolved, case_of(resolved, family, machine, device, load, live), ledger)
     for lever in levers:
         load = lever.configure(load)
-    case = case_of(resolved, family, device, load, live, engaged=tuple(lever.name for lever in levers))
+    case = case_of(resolved, family, machine, device, load, live, engaged=tuple(lever.name for lever in levers))
     return Plan(
         request=resolved,
         load=load,
@@ -104,6 +104,7 @@ def load_spec(family: Family) -> LoadSpec:
 def case_of(
     request: Request,
     family: Family,
+    machine: Machine,
     device: Device,
     load: LoadSpec,
     live: Live | None = None,
@@ -114,6 +115,7 @@ def case_of(
     assert request.guidance_scale is not None and request.dtype is not None
     return Case(
         family=family,
+        machine=machine,
         device=device,
         width=request.width,
         height=request.height,
@@ -205,34 +207,30 @@ def _checked_steps(steps: int | None, family: Family) -> int:
 def _checked_guidance(guidance: float | None, family: Family) -> float:
     if guidance is None:
         return family.guidance_scale
-    if not isinstance(guidance, int | float) or isinstance(guidance, bool) or not math.isfinite(guidance):
-        raise BadInput(
-            f"guidance {guidance}: must be a finite number from 0 to {MAX_GUIDANCE:g}", field="guidance_scale"
-        )
-    if not 0 <= guidance <= MAX_GUIDANCE:
-        near = 0.0 if guidance < 0 else MAX_GUIDANCE
-        raise BadInput(
-            f"guidance {guidance:g}: must lie from 0 to {MAX_GUIDANCE:g}, for instance {near:g} or "
-            f"{family.guidance_scale:g} (0 to 1 turn guidance off)",
-            field="guidance_scale",
-        )
-    return float(guidance)
+    is_number = isinstance(guidance, int | float) and not isinstance(guidance, bool)
+    if is_number and 0 <= guidance <= MAX_GUIDANCE:  # NaN fails it too
+        return float(guidance)
+    near = 0 if is_number and guidance < 0 else MAX_GUIDANCE
+    raise BadInput(
+        f"guidance {str(guidance)[:40]}: must be a finite number from 0 to {MAX_GUIDANCE:g}, for instance {near:g} or "
+        f"{family.guidance_scale:g} (0 to 1 turn guidance off)",
+        field="guidance_scale",
+    )
 
 
 def _checked_seed(seed: int | None) -> int | None:
     if seed is None:
         return None
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
-        near = 0 if isinstance(seed, int) and seed < 0 else MAX_SEED
-        raise BadInput(f"seed {seed}: must be a whole number from 0 to {MAX_SEED}, the nearest is {near}", field="seed")
-    return seed
+    if isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= MAX_SEED:
+        return seed
+    raise BadInput(f"seed {str(seed)[:40]}: must be a whole number from 0 to {MAX_SEED}", field="seed")
 
 
 def _checked_dtype(dtype: str | None, family: Family, device: Device) -> str:
     """float32 on a CPU, where lower precision is seldom faster and always less exact; the family's elsewhere."""
     if dtype is None:
         return "float32" if device.kind == "cpu" else family.dtype
-    if dtype not in BYTES_PER_VALUE:
+    if not isinstance(dtype, str) or dtype not in BYTES_PER_VALUE:
         raise BadInput(f"dtype {dtype!r}: choose {', '.join(BYTES_PER_VALUE)}", field="dtype")
     if dtype == "float16" and family.dtype == "bfloat16":
         raise BadInput(
@@ -244,12 +242,18 @@ def _checked_dtype(dtype: str | None, family: Family, device: Device) -> str:
 def check_wishes(wishes: tuple[tuple[str, str], ...]) -> None:
     """Every wish must name a knob of this version, once."""
     known = knobs()
+    if not isinstance(wishes, tuple) or not all(_is_wish(wish) for wish in wishes):
+        raise BadInput(f"wishes must be pairs of a lever's name and a word, not {str(wishes)[:60]}", field="wishes")
     for index, (knob, _) in enumerate(wishes):
         if knob not in known:
             near = get_close_matches(knob, known, n=3, cutoff=0.5) or list(known)
             raise BadInput(f"no lever {knob!r}: this version has {', '.join(near)}", field=knob)
         if knob in {other for other, _ in wishes[:index]}:
             raise BadInput(f"{knob} is given twice", field=knob)
+
+
+def _is_wish(wish: object) -> bool:
+    return isinstance(wish, tuple) and len(wish) == 2 and all(isinstance(word, str) for word in wish)
 
 
 def _notes(asked: Request, resolved: Request, family: Family) -> list[str]:
@@ -271,55 +275,80 @@ def _notes(asked: Request, resolved: Request, family: Family) -> list[str]:
 
 
 def decide(request: Request, case: Case, ledger: Ledger) -> tuple[tuple[Lever, ...], tuple[Decision, ...]]:
-    """One decision for every lever in ORDER. Raises LeverRefused for an explicit wish that cannot be honoured."""
-    levers: list[Lever] = []
-    decisions: list[Decision] = []
-    for cls in ORDER:
-        case = replace(case, engaged=tuple(lever.name for lever in levers))
-        lever, decision = _decide_one(cls, request, case, ledger)
-        decisions.append(decision)
+    """One decision for every lever in ORDER. Raises LeverRefused for an explicit wish that cannot be honoured.
+
+    What was asked for by name is decided first: a lever that decides by itself then gives way to it.
+    """
+    engaged: dict[type[Lever], Lever] = {}
+    decided: dict[type[Lever], Decision] = {}
+    for cls in sorted(ORDER, key=lambda cls: not _explicit(cls, request)):
+        clash = _clash(cls, list(engaged))
+        lever, decided[cls] = _decide_one(cls, request, replace(case, engaged=_names(engaged)), ledger, clash)
         if lever is not None:
-            levers.append(lever)
-    return tuple(levers), tuple(decisions)
+            engaged[cls] = lever
+    return tuple(engaged[cls] for cls in ORDER if cls in engaged), tuple(decided[cls] for cls in ORDER)
 
 
-def _decide_one(cls: type[Lever], request: Request, case: Case, ledger: Ledger) -> tuple[Lever | None, Decision]:
-    wishes = {knob: value for knob, value in request.wishes if lever_of_knob(knob) is cls}
-    explicit = {knob: value for knob, value in wishes.items() if value not in ("auto", "off")}
+def _names(engaged: dict[type[Lever], Lever]) -> tuple[str, ...]:
+    return tuple(cls.name for cls in ORDER if cls in engaged)
+
+
+def _wishes_of(cls: type[Lever], request: Request) -> dict[str, str]:
+    return {knob: value for knob, value in request.wishes if lever_of_knob(knob) is cls}
+
+
+def _explicit(cls: type[Lever], request: Request) -> dict[str, str]:
+    return {knob: value for knob, value in _wishes_of(cls, request).items() if value not in ("auto", "off")}
+
+
+def _clash(cls: type[Lever], engaged: list[type[Lever]]) -> str | None:
+    """Levers that are on already and do not go together with this one, whichever of the two says so."""
+    names = [e.name for e in engaged if e.name in cls.needs.conflicts or cls.name in e.needs.conflicts]
+    return f"does not go together with {', '.join(names)}: turn that off" if names else None
+
+
+def _decide_one(
+    cls: type[Lever], request: Request, case: Case, ledger: Ledger, clash: str | None
+) -> tuple[Lever | None, Decision]:
+    wishes, explicit = _wishes_of(cls, request), _explicit(cls, request)
     requested = " ".join(f"{knob}={value}" for knob, value in wishes.items()) or "auto"
     lever = cls.from_wish(explicit)
     promise = lever.promises(case)
 
-    def answer(status: Status, chosen: str, reason: str, rows: tuple[Measurement, ...] = ()) -> Decision:
+    def answer(status: Status, reason: str, rows: tuple[Measurement, ...] = ()) -> Decision:
         return Decision(
-            lever=cls.name, requested=requested, chosen=chosen, status=status, promise=promise, reason=reason,
+            lever=cls.name,
+            requested=requested,
+            chosen="on" if status is Status.APPLIED else "off",
+            status=status,
+            promise=promise,
+            reason=reason,
             evidence=tuple(row.id for row in rows),
-        )  # fmt: skip
+        )
 
-    if "off" in wishes.values():
-        return None, answer(Status.DECLINED, "off", "asked for off")
-    if unmet := unmet_need(cls, case):
+    if "off" in wishes.values() and not explicit:
+        return None, answer(Status.DECLINED, "asked for off")
+    if unmet := unmet_need(cls, case) or clash:
         if explicit:
             raise LeverRefused(f"{requested}: {unmet}")
-        return None, answer(Status.UNSUPPORTED, "off", unmet)
+        return None, answer(Status.UNSUPPORTED, unmet)
+    doubt = lever.doubt(case)
     if explicit:
         if request.fidelity is Fidelity.EXACT and promise is not Promise.EXACT:
             raise LeverRefused(
                 f"{requested} is {promise.value}, and fidelity exact was asked for: leave one of the two out"
             )
-        return lever, answer(Status.APPLIED, "on", "asked for")
+        return lever, answer(Status.APPLIED, f"asked for, although {doubt}" if doubt else "asked for")
     if promise.rank > request.fidelity.ceiling.rank:
-        return None, answer(
-            Status.DECLINED, "off", f"{promise.value}, and fidelity {request.fidelity.value} allows less"
-        )
-    if doubt := lever.doubt(case):
-        return None, answer(Status.DECLINED, "off", doubt)
+        return None, answer(Status.DECLINED, f"{promise.value}, and fidelity {request.fidelity.value} allows less")
+    if doubt:
+        return None, answer(Status.DECLINED, doubt)
     rows = ledger.of_lever(cls.name, case)
     if slower := measured_slower(rows, case):
-        return None, answer(Status.DECLINED, "off", slower, rows)
-    if promise is Promise.LOSSY and (unproven := unproven_loss(rows, request.fidelity)):
-        return None, answer(Status.DECLINED, "off", unproven, rows)
-    return lever, answer(Status.APPLIED, "on", _why(lever, promise), rows)
+        return None, answer(Status.DECLINED, slower, rows)
+    if promise is Promise.LOSSY and (unproven := unproven_loss(rows, request.fidelity, case)):
+        return None, answer(Status.DECLINED, unproven, rows)
+    return lever, answer(Status.APPLIED, f"{lever.summary}; promise {promise.value}", rows)
 
 
 def unmet_need(cls: type[Lever], case: Case) -> str | None:
@@ -327,10 +356,13 @@ def unmet_need(cls: type[Lever], case: Case) -> str | None:
     needs = cls.needs
     if lacking := sorted(needs.traits - case.family.traits):
         return f"{case.family.title} lacks {', '.join(lacking)}"
+    if absent := [name for name in needs.packages if name not in case.machine.packages]:
+        return f"needs the package {', '.join(absent)}: pip install {' '.join(absent)}"
     if needs.capability and (case.device.capability or (0, 0)) < needs.capability:
         return f"needs a GPU of capability {needs.capability[0]}.{needs.capability[1]} or later"
-    if clash := sorted(needs.conflicts & set(case.engaged)):
-        return f"does not go together with {', '.join(clash)}: turn that off"
+    alike = sum(device.kind == case.device.kind for device in case.machine.devices)
+    if needs.devices > max(1, alike):
+        return f"needs {needs.devices} devices of one kind; here is {alike} of kind {case.device.kind}"
     return None
 
 
@@ -342,24 +374,39 @@ def measured_slower(rows: tuple[Measurement, ...], case: Case) -> str | None:
     return None
 
 
-def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity) -> str | None:
-    """Why measured rows do not let a LOSSY lever engage unasked under this word; None: they do."""
+def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity, case: Case) -> str | None:
+    """Why measured rows do not let a LOSSY lever engage unasked under this word; None: they do.
+
+    Rows of this kind of device speak before others'; what is published elsewhere speaks for `quality` and below.
+    Every metric that was measured must lie within its bound, by the median over rows.
+    """
     rows = tuple(row for row in rows if row.source != "random weights" and row.distances)
+    if fidelity is Fidelity.FAITHFUL:
+        rows = tuple(row for row in rows if row.source != "published")
+    rows = tuple(row for row in rows if row.device == case.device.name) or rows
     if not rows:
         return "unmeasured here: its distance on this model is not in the ledger"
-    best = max(rows, key=lambda row: row.gain or 0.0)
-    if (best.gain or 0.0) < MIN_GAIN:
-        return f"gains {best.gain or 0:.2f}x, less than {MIN_GAIN}x"
-    for metric, bound in BOUNDS.get(fidelity, {}).items():
-        floor = best.floor.get(metric)
-        limit = min(bound, floor) if fidelity is Fidelity.FAITHFUL and floor is not None else bound
-        if metric in best.distances and best.distances[metric] <= limit:
-            return None
-    return f"its measured distance is beyond what fidelity {fidelity.value} allows"
+    gain = _median(row.gain if row.gain is not None and math.isfinite(row.gain) else 0.0 for row in rows)
+    if gain < MIN_GAIN:
+        return f"gains {gain:.2f}x, less than {MIN_GAIN}x"
+    bounds = BOUNDS[fidelity]
+    measured = [metric for metric in bounds if any(metric in row.distances for row in rows)]
+    if not measured:
+        return f"no distance that fidelity {fidelity.value} speaks of was measured"
+    for metric in measured:
+        distance = _median(row.distances[metric] for row in rows if metric in row.distances)
+        if not distance <= _limit(metric, rows, fidelity):
+            return f"its measured distance ({metric} {distance:.3g}) is beyond what fidelity {fidelity.value} allows"
+    return None
 
 
-def _why(lever: Lever, promise: Promise) -> str:
-    return f"{lever.summary}; promise {promise.value}"
+def _limit(metric: str, rows: tuple[Measurement, ...], fidelity: Fidelity) -> float:
+    """The word's bound; under `faithful` the model's own rounding floor too, without which nothing is faithful."""
+    bound = BOUNDS[fidelity][metric]
+    if fidelity is not Fidelity.FAITHFUL:
+        return bound
+    floors = [row.floor[metric] for row in rows if metric in row.floor]
+    return min(bound, _median(floors)) if floors else 0.0
 
 
 # --------------------------------------------------------------------------- time and memory
@@ -382,7 +429,8 @@ def _expected_seconds(case: Case, ledger: Ledger) -> tuple[float | None, str]:
     scale = _tokens(case) / _tokens_of(row, case)
     rest_s = _median(max(0.0, (r.total_s or 0.0) - (r.step_ms or 0.0) * r.num_inference_steps / 1000) for r in near)
     seconds = scale * (step_ms * case.num_inference_steps / 1000 + rest_s)
-    how = "same shape" if scale == 1 else f"scaled by tokens from {row.width}x{row.height}x{row.num_frames}"
+    is_same = (row.width, row.height, row.num_frames) == (case.width, case.height, case.num_frames)
+    how = "same shape" if is_same else f"scaled by tokens from {row.width}x{row.height}x{row.num_frames}"
     return seconds, f"{row.source}, {how}, n={len(near)}"
 
 
@@ -412,29 +460,47 @@ def expected_bytes(case: Case) -> tuple[int | None, str]:
     return weights + max(denoise, decode + frames), "weights counted, working memory by formula, not measured"
 
 
-def refuse_if_too_big(plan: Plan, family: Family, device: Device) -> None:
+def refuse_if_too_big(plan: Plan, family: Family, machine: Machine, device: Device) -> None:
     """Raise OutOfMemory before anything is read, with the size that would fit."""
     peak = plan.expected.peak_bytes
     if peak is None or peak <= device.free_bytes:
         return
-    case = case_of(plan.request, family, device, plan.load)
+    case = case_of(plan.request, family, machine, device, plan.load)
     need, free = gib(peak), gib(device.free_bytes)
     raise OutOfMemory(f"{family.title} needs about {need} and {device.torch_name} has {free} free: {fitting(case)}")
 
 
 def fitting(case: Case, budget_bytes: int | None = None) -> str:
-    """The largest smaller clip of the same aspect whose estimate fits, in words."""
+    """The largest smaller clip of about the same aspect whose estimate fits and that the model can make, in words."""
     budget = case.device.free_bytes if budget_bytes is None else budget_bytes
+    for smaller in _smaller(case):
+        if (expected_bytes(smaller)[0] or 0) <= budget:
+            return f"{smaller.width}x{smaller.height} with {smaller.num_frames} frames would fit"
+    if BYTES_PER_VALUE[case.dtype] * case.parameters > budget:
+        return "its weights alone do not fit here: choose a smaller model or a device with more memory"
+    return "not even its smallest clip fits here: choose a smaller model or a device with more memory"
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """Valid clips of fewer tokens, from large to small."""
     multiple, step = case.family.size_multiple, case.family.frame_step
-    for percent in range(95, 4, -5):
+    for percent in range(95, 0, -5):
         width = max(multiple, round(case.width * percent / 100 / multiple) * multiple)
         height = max(multiple, round(case.height * percent / 100 / multiple) * multiple)
         frames = max(1, (case.num_frames - 1) * percent // 100 // step * step + 1)
-        for smaller in (replace(case, num_frames=frames), replace(case, width=width, height=height),
-                        replace(case, width=width, height=height, num_frames=frames)):  # fmt: skip
-            if _tokens(smaller) < _tokens(case) and (expected_bytes(smaller)[0] or 0) <= budget:
-                return f"{smaller.width}x{smaller.height} with {smaller.num_frames} frames would fit"
-    return "its weights alone do not fit here: choose a smaller model or a device with more memory"
+        yield from _if_valid(replace(case, num_frames=frames), case)
+        yield from _if_valid(replace(case, width=width, height=height), case)
+        yield from _if_valid(replace(case, width=width, height=height, num_frames=frames), case)
+
+
+def _if_valid(smaller: Case, case: Case) -> Iterator[Case]:
+    try:
+        families.check_size(case.family, smaller.width, smaller.height)
+        families.check_frames(case.family, smaller.num_frames)
+    except BadInput:
+        return
+    if _tokens(smaller) < _tokens(case):
+        yield smaller
 
 
 def gib(count: int) -> str:

@@ -119,9 +119,8 @@ class Fidelity(enum.StrEnum):
 
     @property
     def ceiling(self) -> Promise:
-        """The weakest promise that may engage unasked. LOSSY levers need a ledger row besides."""
-        table = {Fidelity.EXACT: Promise.EXACT, Fidelity.FAITHFUL: Promise.ROUNDING}
-        return table.get(self, Promise.LOSSY)
+        """The weakest promise that may engage unasked. A LOSSY lever needs ledger rows besides, under any word."""
+        return Promise.EXACT if self is Fidelity.EXACT else Promise.LOSSY
 
 
 class Status(enum.StrEnum):
@@ -174,15 +173,25 @@ def _plain(value: Any) -> Any:
 
 def _build(cls: type, data: Mapping[str, Any], levers: Sequence[type[Lever]]) -> Any:
     assert is_dataclass(cls), cls
+    if not isinstance(data, Mapping):
+        raise BadInput(f"{cls.__name__} must be an object, not {type(data).__name__}")
     known = {f.name: f for f in fields(cls)}
-    unknown = sorted(set(data) - set(known))
-    if unknown:
+    if unknown := sorted(set(data) - set(known)):
         raise BadInput(f"{cls.__name__} has no field {', '.join(unknown)}", field=unknown[0])
-    missing = [n for n, f in known.items() if n not in data and f.default is MISSING and f.default_factory is MISSING]
-    if missing:
+    required = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [name for name in required if name not in data]:
         raise BadInput(f"{cls.__name__} lacks {', '.join(missing)}", field=missing[0])
     hints = typing.get_type_hints(cls, include_extras=False, localns={"Lever": Lever})
-    return cls(**{name: _typed(hints[name], data[name], levers) for name in data})
+    return cls(**{name: _field(hints[name], name, data[name], levers) for name in data})
+
+
+def _field(hint: Any, name: str, value: Any, levers: Sequence[type[Lever]]) -> Any:
+    try:
+        return _typed(hint, value, levers)
+    except BadInput:
+        raise
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise BadInput(f"{name} cannot be {str(value)[:60]!r}: {error}", field=name) from error
 
 
 def _typed(hint: Any, value: Any, levers: Sequence[type[Lever]]) -> Any:
@@ -191,6 +200,8 @@ def _typed(hint: Any, value: Any, levers: Sequence[type[Lever]]) -> Any:
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _typed(next(a for a in args if a is not type(None)), value, levers)
     if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError("a list is needed")
         inner = [args[0]] * len(value) if args[-1] is Ellipsis else args
         return tuple(_typed(hint, item, levers) for hint, item in zip(inner, value, strict=True))
     if origin is frozenset:
@@ -210,9 +221,10 @@ def _typed(hint: Any, value: Any, levers: Sequence[type[Lever]]) -> Any:
 
 def _lever(data: Mapping[str, Any], levers: Sequence[type[Lever]]) -> Lever:
     known = {lever.name: lever for lever in levers}
-    if data["lever"] not in known:
-        raise BadInput(f"unknown lever {data['lever']!r}: this version has {', '.join(known) or 'none'}")
-    return known[data["lever"]].from_dict({key: value for key, value in data.items() if key != "lever"})
+    name = data.get("lever") if isinstance(data, Mapping) else None
+    if name not in known:
+        raise BadInput(f"unknown lever {name!r}: this version has {', '.join(known) or 'none'}")
+    return known[name].from_dict({key: value for key, value in data.items() if key != "lever"})
 
 
 # --------------------------------------------------------------------------- what is asked
@@ -390,6 +402,7 @@ class Case(Record):
     num_inference_steps: int
     guidance_scale: float
     dtype: str
+    machine: Machine
     scheduler: str | None = None
     "Class name of the scheduler where the pipeline is at hand."
     engaged: tuple[str, ...] = ()
@@ -485,6 +498,8 @@ class Trace(Record):
     skipped_steps: int = 0
     peak_bytes: int | None = None
     load_bytes: int = 0
+    cpu_threads: int = 0
+    "Threads of torch on the CPU: another number sums in another order, and so makes other bits."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ def _fields(event: Progressed) -> dict[str, Any]:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=True), flush=True)
+    print(json.dumps(value, ensure_ascii=True, allow_nan=False), flush=True)
 
 
 def say(line: str) -> None:

@@ -15,23 +15,32 @@ class Settings:
     ledger: Path
     "UNDERCRANK_LEDGER: where rows measured on this machine are kept (JSON lines)."
     offline: bool
-    "UNDERCRANK_OFFLINE or HF_HUB_OFFLINE: never ask the network for a model."
+    "UNDERCRANK_OFFLINE, HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: never ask the network for a model."
     visible_cuda: str | None
     "CUDA_VISIBLE_DEVICES, as CUDA itself reads it."
+    omp_wait_policy: str | None
+    "OMP_WAIT_POLICY: whether waiting CPU threads spin or sleep, if the person has decided it."
     hub_cache: Path
     "HF_HUB_CACHE or HF_HOME/hub: where downloaded models lie."
 
 
 def settings() -> Settings:
     """Read anew at each call: a process that changes its environment is answered truly."""
-    home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = _path("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    cache = _path("XDG_CACHE_HOME") or Path.home() / ".cache"
+    hub = _path("HF_HOME") or cache / "huggingface"
     return Settings(
-        ledger=Path(os.environ.get("UNDERCRANK_LEDGER") or home / "undercrank" / "ledger.jsonl"),
-        offline=_truthy("UNDERCRANK_OFFLINE") or _truthy("HF_HUB_OFFLINE"),
+        ledger=_path("UNDERCRANK_LEDGER") or home / "undercrank" / "ledger.jsonl",
+        offline=any(_truthy(name) for name in ("UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         visible_cuda=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        hub_cache=Path(os.environ.get("HF_HUB_CACHE") or hub / "hub"),
+        hub_cache=_path("HF_HUB_CACHE") or _path("HUGGINGFACE_HUB_CACHE") or hub / "hub",
     )
+
+
+def _path(name: str) -> Path | None:
+    value = os.environ.get(name)
+    return Path(value).expanduser() if value else None
 
 
 def _truthy(name: str) -> bool:

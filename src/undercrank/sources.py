@@ -22,6 +22,7 @@ from undercrank.settings import settings
 
 WEIGHTS = (".safetensors",)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+MAX_ID_CHARS = 512
 LIBRARIES = ("diffusers", "transformers")
 "The only packages whose classes a model_index.json may name: anything else would be code of the repository."
 
@@ -33,6 +34,8 @@ def which_model(
 
     Raises BadInput with the nearest names, NotFound where a named folder or repository is missing.
     """
+    if not isinstance(request.model, str) or not 0 < len(request.model) <= MAX_ID_CHARS:
+        raise BadInput("model: name a family, a hub id or a folder", field="model")
     known = families.find(request.model)
     if known is not None:
         spec = load_spec(known)
@@ -57,19 +60,35 @@ def which_model(
 def locate(spec: LoadSpec) -> Path:
     """The folder that holds the model: in the package, on disk, in the hub's cache, or downloaded into it."""
     if spec.source.startswith("package:"):
-        return Path(str(resources.files("undercrank") / spec.source.removeprefix("package:")))
+        name = spec.source.removeprefix("package:")
+        if not name.isidentifier():
+            raise BadInput(f"{spec.source!r} names no model inside the package", field="model")
+        return Path(str(resources.files("undercrank") / name))
     if looks_like_folder(spec.source):
-        return _existing(Path(spec.source).expanduser())
+        return _existing(_expanded(spec.source))
     return _from_hub(spec)
 
 
 def looks_like_folder(source: str) -> bool:
     """A path by its form, or an existing folder; anything else with one slash is a hub id."""
-    return source.startswith((".", "/", "~")) or Path(source).is_dir()
+    if source.startswith((".", "/", "~")):
+        return True
+    return 0 < len(source) <= MAX_ID_CHARS and Path(source).is_dir()
+
+
+def _expanded(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:
+        raise NotFound(f"{source}: there is no such home folder") from error
 
 
 def _existing(folder: Path) -> Path:
-    if not folder.is_dir():
+    try:
+        there = folder.is_dir()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model {str(folder)[:80]!r} is no name of a folder: {error}", field="model") from error
+    if not there:
         raise NotFound(f"there is no folder {folder}")
     if not (folder / "model_index.json").is_file():
         raise BadInput(f"{folder} holds no model_index.json: it is no model in diffusers layout", field="model")
@@ -83,23 +102,27 @@ def _from_hub(spec: LoadSpec) -> Path:
 
     patterns = ["*.json", "*.txt", "*.model", "*.safetensors", *(["*.bin"] if spec.allow_pickle else [])]
     options: dict[str, Any] = {"revision": spec.revision, "allow_patterns": patterns}
+    missing = "is not on this machine"
     try:
-        return _existing(Path(snapshot_download(spec.source, local_files_only=True, **options)))
+        folder = Path(snapshot_download(spec.source, local_files_only=True, **options))
+        check_files(folder, read_index(folder), allow_pickle=spec.allow_pickle)
+        return folder
     except HFValidationError as error:
-        raise BadInput(
-            f"{spec.source!r} is neither a model of this version nor a hub id: {error}", field="model"
-        ) from error
-    except (LocalEntryNotFoundError, BadInput):
-        pass  # not there, or only a part of it: ask the network
+        text = f"{spec.source[:80]!r} is neither a model of this version nor a hub id: {str(error)[:120]}"
+        raise BadInput(text, field="model") from error
+    except LocalEntryNotFoundError:
+        pass
+    except (NotFound, BadInput) as error:  # a download that was interrupted: the rest of it is fetched below
+        missing = f"is only partly on this machine: {error}"
     looked = f"looked in {settings().hub_cache}"
     if spec.local_files_only or settings().offline:
-        raise NotFound(f"{spec.source} is not on this machine ({looked}) and the network is switched off")
+        raise NotFound(f"{spec.source} {missing} ({looked}) and the network is switched off")
     try:
         return _existing(Path(snapshot_download(spec.source, etag_timeout=10, **options)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFound(
-            f"{spec.source} is not on this machine ({looked}) and could not be fetched: {reason}. "
+            f"{spec.source} {missing} ({looked}) and could not be fetched: {reason}. "
             "Give a folder with --model FOLDER, or try again with a network"
         ) from error
 
@@ -111,30 +134,55 @@ def read_index(folder: Path) -> dict[str, Any]:
     """model_index.json. Raises BadInput where it is broken or names code that is not of a known library."""
     try:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{folder}: model_index.json cannot be read: {error}", field="model") from error
-    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{folder}: model_index.json cannot be read: {str(error)[:120]}", field="model") from error
+    if not isinstance(index, dict) or not _is_class_name(index.get("_class_name")):
         raise BadInput(f"{folder}: model_index.json names no pipeline class", field="model")
-    for name, entry in components(index).items():
-        if not set(entry) <= {None} and entry[0] not in LIBRARIES:
-            raise BadInput(
-                f"{folder}: component {name} comes from {entry[0]!r}, which is code of the repository: refused",
-                field="model",
-            )
+    for name, entry in index.items():
+        if isinstance(entry, list) and not name.startswith("_"):
+            _check_entry(folder, name, entry)
     return index
 
 
+def _check_entry(folder: Path, name: str, entry: list[Any]) -> None:
+    """A component is a plain name with a class of a known library, or [null, null] for none."""
+    if not name.isidentifier():
+        raise BadInput(f"{folder}: {name!r} is no name of a component", field="model")
+    if entry == [None, None] or (len(entry) == 2 and isinstance(entry[1], bool)):
+        return
+    if len(entry) != 2 or entry[0] not in LIBRARIES or not _is_class_name(entry[1]):
+        came = f"comes from {entry[0]!r}" if entry else "is empty"
+        raise BadInput(
+            f"{folder}: component {name} {came}, and only plain classes of diffusers and transformers are read: "
+            "code of the repository is refused",
+            field="model",
+        )
+    if entry[1].startswith("Auto") and not entry[1].startswith("Autoencoder"):
+        raise BadInput(f"{folder}: component {name} leaves its class open ({entry[1]}): refused", field="model")
+
+
+def _is_class_name(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier()
+
+
 def components(index: dict[str, Any]) -> dict[str, list[Any]]:
-    """Name -> [library, class] of each component."""
+    """Name -> [library, class] of each component; [None, None] where the pipeline does without."""
     return {
         name: entry
         for name, entry in index.items()
-        if not name.startswith("_") and isinstance(entry, list) and len(entry) == 2 and not isinstance(entry[0], bool)
+        if not name.startswith("_") and isinstance(entry, list) and len(entry) == 2 and not isinstance(entry[1], bool)
     }
 
 
 def check_files(folder: Path, index: dict[str, Any], *, allow_pickle: bool) -> None:
-    """Refuse pickles, which can run code when read, and components without weights."""
+    """Refuse pickles, which can run code when read, and components of which something is missing."""
+    for name, entry in components(index).items():
+        if entry[1] and not any((folder / name).glob("*config*.json")):
+            raise NotFound(
+                f"{folder / name} is missing or has no configuration: the download, or the folder, is incomplete"
+            )
+        if entry[1] and not (folder / name / "config.json").is_file() and any((folder / name).glob("*.safetensors")):
+            raise NotFound(f"{folder / name} has weights and no config.json: the folder is incomplete")
     for name in weighted(folder, index):
         files = [file.suffix for file in (folder / name).iterdir()]
         if any(suffix in WEIGHTS for suffix in files):
@@ -176,7 +224,7 @@ def fingerprint(folder: Path) -> str:
         digest.update(str(file.relative_to(folder)).encode())
         blob = file.resolve().name
         if _SHA256.fullmatch(blob):
-            digest.update(blob.encode())
+            digest.update(bytes.fromhex(blob))
         elif whole:
             digest.update(hashlib.sha256(file.read_bytes()).digest())
         else:
@@ -207,9 +255,9 @@ def count_parameters(folder: Path) -> int:
             try:
                 header = json.loads(data.read(size))
                 shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+                total += sum(math.prod(shape) for shape in shapes)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise BadInput(f"{file}: is no safetensors file", field="model") from error
-        total += sum(math.prod(shape) for shape in shapes)
     return total
 
 

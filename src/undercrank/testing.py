@@ -338,14 +338,12 @@ def _experts(family: Family, **options: Any) -> dict[str, nn.Module]:
 
 
 def _wan(family: Family) -> DiffusionPipeline:
-    # flipbook was trained with a static shift and is sampled by Euler steps; the hub's Wan by UniPC.
-    flipbook = family.repo.startswith("package:")
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0) if flipbook else _unipc(5.0)
+    flow_shift = 3.0 if family.repo.startswith("package:") else 5.0
     return diffusers.WanPipeline(
         tokenizer=_tokenizer("t5"),
         text_encoder=_umt5(),
         vae=_wan_vae(family),
-        scheduler=scheduler,
+        scheduler=_unipc(flow_shift),
         boundary_ratio=0.875 if "two_experts" in family.traits else None,
         expand_timesteps="expand_timesteps" in family.traits,
         **_experts(family),

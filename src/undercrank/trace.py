@@ -60,7 +60,6 @@ class Tracer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
-            # First to hear of a step's end, so that other callbacks' time is not the step's.
             stack.enter_context(appended(self._rig.at_start, self._start))
             stack.enter_context(appended(self._rig.at_step, self._step))
             stack.enter_context(appended(self._rig.at_end, self._end))
@@ -112,6 +111,7 @@ class Tracer:
             computed_steps=len(steps),
             peak_bytes=self._clock.peak_bytes(),
             load_bytes=load_bytes,
+            cpu_threads=torch.get_num_threads(),
         )
 
 

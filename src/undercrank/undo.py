@@ -21,6 +21,8 @@ def swap_attr(obj: Any, name: str, value: Any) -> Iterator[Any]:
 
     `object.__setattr__` is used since `nn.Module.__setattr__` files modules and parameters elsewhere.
     """
+    descriptor = getattr(type(obj), name, None)
+    assert not hasattr(type(descriptor), "__set__"), f"{name} of {type(obj).__name__} is kept by a descriptor"
     old = obj.__dict__.get(name, _ABSENT)
     object.__setattr__(obj, name, value)
     try:

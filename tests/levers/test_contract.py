@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from undercrank.levers import ORDER, knobs, lever_of_knob
-from undercrank.records import Case, Device, Lever, Plan, Promise, Trace
+from undercrank.records import Case, Device, Lever, Machine, Plan, Promise, Trace
 from undercrank.rig import Rig
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
 
@@ -30,8 +30,9 @@ def rig() -> Rig:
 
 def case(rig: Rig) -> Case:
     device = Device(kind="cuda", name="a GPU", capability=(9, 0))
+    machine = Machine(name="a machine", devices=(device,), cpu_count=1)
     return Case(
-        family=rig.family, device=device, width=832, height=480, num_frames=81, num_inference_steps=50,
+        family=rig.family, machine=machine, device=device, width=832, height=480, num_frames=81, num_inference_steps=50,
         guidance_scale=5.0, dtype="bfloat16",
     )  # fmt: skip
 
