@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import traceback
@@ -13,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from undercrank import __version__, families
-from undercrank.records import Cancelled, Fidelity, Plan, Request, RunFailed, UndercrankError
+from undercrank.records import BadInput, Cancelled, Fidelity, Plan, Request, RunFailed, UndercrankError
 
 app = typer.Typer(
     name="undercrank",
@@ -45,8 +47,26 @@ LocalOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask t
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+def console() -> None:
+    """Entry point of the `undercrank` command: `main`, and then away at once.
+
+    Taking torch's and transformers' modules apart takes the interpreter a second or more, which would make a cancel
+    look deaf. Everything of ours has been closed by then, so there is nothing left to do but flush.
+    """
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if "torch" not in sys.modules:
+            raise
+        with contextlib.suppress(BrokenPipeError):  # whoever read us has gone: nobody is left to be told
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
 def main() -> None:
-    """Entry point of the `undercrank` command: every foreseen error is one line and an exit code."""
+    """The command: every foreseen error is one line and an exit code. Ends in SystemExit."""
     with one_line_errors(debug="--debug" in sys.argv, as_json="--json" in sys.argv):
         app()
 
@@ -157,6 +177,29 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
         typer.echo("\n".join(finding.line() for finding in findings))
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(5)
+
+
+@app.command()
+def audit(
+    pipeline: Annotated[str | None, typer.Argument(metavar="CLASS", help="A pipeline class of diffusers.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Denoising steps.")] = 20,
+    scheduler: Annotated[str | None, typer.Option("--scheduler", help="A scheduler class, in place of its own.")] = None,
+    lever: Levers = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every class that can be built, with and without.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Show where the host waits for the device, in a tiny pipeline of that class, without a GPU."""
+    from undercrank import audit as auditor
+    from undercrank.words import as_wishes
+
+    wishes = as_wishes(lever or [])
+    if everything:
+        auditor.show_all(steps=steps, as_json=as_json)
+    elif pipeline is None:
+        raise BadInput("audit what? Name a pipeline class, such as CogVideoXPipeline, or --all", field="pipeline")
+    else:
+        auditor.show_one(pipeline, steps=steps, scheduler=scheduler, wishes=wishes, as_json=as_json)
 
 
 def _version(value: bool) -> None:
@@ -270,4 +313,4 @@ def _stop_on_signal(cancel: Callable[[str], None]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main()
+    console()

@@ -103,6 +103,7 @@ class Rig:
     def _context_maker(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
         def cache_context(name: str, **where: Any) -> Iterator[None]:
+            self.check_cancelled()  # half a step sooner than the bar: a step may take a minute
             outer = self.branch
             with original(name, **where):
                 self.branch = name
