@@ -25,7 +25,7 @@ FILES = {
 FLOORS = {
     0: ("undercrank", "records", "undo"),
     1: ("settings", "words", "families", "machine", "ledger", "rig"),
-    2: ("levers", "levers.host_sync", "levers.mirror", "levers.unipc"),
+    2: ("levers", "levers.host_sync", "levers.mirror", "levers.text_trim", "levers.unipc"),
     3: ("planner", "sources"),
     4: ("load", "trace", "video", "images", "screen", "doctor"),
     5: ("engine",),
@@ -39,12 +39,14 @@ SAME_FLOOR = {
     ("machine", "settings"),  # which GPUs are visible
     ("ledger", "settings"),  # where the user's rows are
     ("levers", "levers.host_sync"),  # ORDER
+    ("levers", "levers.text_trim"),
     ("levers.host_sync", "levers.mirror"),  # two files of one lever
     ("levers.host_sync", "levers.unipc"),
     ("levers.unipc", "levers.mirror"),
     ("sources", "planner"),  # the load of a family
     ("load", "trace"),  # progress events
     ("video", "images"),  # arrays to pixels
+    ("audit", "testing"),  # the tiny pipeline of a class
     ("doctor", "video"),  # which codecs there are
 }
 "(importer, imported): neighbours that may know each other, one way only."

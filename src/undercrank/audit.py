@@ -5,6 +5,7 @@ wrapper that claims to live on a Python-registered device, and a dispatch mode t
 those that would block the host on a real accelerator: scalar reads, data-dependent shapes, boolean-mask
 indexing, blocking copies either way, `equal`, error checks of linear algebra.
 
+`audit_class("CogVideoXPipeline")` builds a tiny pipeline of the class first; `stalls(pipe, inputs)` takes one at hand.
 Two audited runs are bit-equal, so an audit also shows that a lever moves no numbers. What it cannot see:
 `device.type == "cuda"` branches, custom kernels, allocator stalls; `non_blocking` uploads count as such.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,11 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from undercrank.engine import accelerate, family_of_pipeline
-from undercrank.records import Record
+from undercrank.records import BadInput, Record, RunFailed, UndercrankError
 from undercrank.rig import Rig
+from undercrank.screen import print_json, table
 from undercrank.undo import swap_item
 
 DEVICE = "undercrank_audit"
+Wishes = tuple[tuple[str, str], ...]
 aten = torch.ops.aten
 
 
@@ -57,6 +61,119 @@ class Stalls(Record):
         return self.in_loop / max(1, self.steps)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What `undercrank audit` found in one pipeline class, and what the plan said of each lever that was asked for."""
+
+    pipeline: str
+    scheduler: str
+    stalls: Stalls
+    decisions: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.stalls
+        return {
+            "pipeline": self.pipeline,
+            "scheduler": self.scheduler,
+            "steps": found.steps,
+            "in_loop": found.in_loop,
+            "per_step": found.per_step,
+            "sites": [{"file": s.file, "line": s.line, "count": s.count, "cause": s.cause} for s in found.sites],
+        }
+
+
+def audit_class(name: str, *, steps: int = 20, scheduler: str | None = None, levers: Wishes = ()) -> Audited:
+    """The stalls of a tiny random pipeline of that diffusers class.
+
+    Raises BadInput for a class, a scheduler or a lever that does not exist, NotFound for a pipeline that cannot be
+    built small, LeverRefused, and RunFailed where the pipeline does not run with what was asked.
+    """
+    wishes = dict(levers)
+    if len(wishes) < len(levers):
+        raise BadInput("a lever is given twice", field="lever")
+    with quiet_libraries():
+        from undercrank.testing import tiny_inputs, tiny_pipeline_of
+
+        pipe = tiny_pipeline_of(name, scheduler=scheduler)
+        inputs = tiny_inputs(pipe, steps=steps)
+        if "dynamic_cfg" in family_of_pipeline(pipe).traits:
+            inputs |= {"use_dynamic_cfg": True, "guidance_scale": 6.0}
+        said: list[str] = []
+        try:
+            found, _ = stalls_and_result(pipe, inputs, told=said.extend, **wishes)
+        except UndercrankError:
+            raise
+        except Exception as error:
+            words = str(error).strip().partition("\n")[0][:200]
+            where = f"{name} with {type(pipe.scheduler).__name__}, {steps} steps"
+            raise RunFailed(f"{where}, does not run: {type(error).__name__}: {words}") from error
+    return Audited(pipeline=name, scheduler=type(pipe.scheduler).__name__, stalls=found, decisions=tuple(said))
+
+
+def show_one(name: str, *, steps: int, scheduler: str | None, wishes: Wishes, as_json: bool) -> None:
+    """`undercrank audit CLASS`."""
+    done = audit_class(name, steps=steps, scheduler=scheduler, levers=wishes)
+    if as_json:
+        print_json(done.to_json())
+        return
+    found = done.stalls
+    print(f"{done.pipeline}, {done.scheduler}, {found.steps} steps: {_count(found)}")
+    if found.sites:
+        rows = [(str(site.count), f"{site.file}:{site.line}", site.cause) for site in found.sites]
+        table(("count", "line", "cause"), rows)
+    for line in done.decisions:
+        print(line)
+
+
+def show_all(*, steps: int, as_json: bool) -> None:
+    """`undercrank audit --all`: each class without and with host_sync, and the lines that the lever leaves."""
+    from undercrank.levers.host_sync import LEFT
+
+    with quiet_libraries():
+        from undercrank.testing import tiny_classes
+    both = [_with_and_without(name, steps) for name in tiny_classes()]
+    if as_json:
+        left = [{"file": file, "line": line, "reason": reason} for file, line, reason in LEFT]
+        print_json({"pipelines": [{**stock, "host_sync": ours} for stock, ours in both], "left": left})
+        return
+    rows = [
+        (stock["pipeline"], stock["scheduler"], str(stock["in_loop"]), str(ours["in_loop"])) for stock, ours in both
+    ]
+    table(("pipeline", "scheduler", "stalls", "with host_sync"), rows, title=f"In the loop, {steps} steps")
+    if LEFT:
+        table(("line", "why it is left"), [(f"{file}:{line}", reason) for file, line, reason in LEFT])
+
+
+def _with_and_without(name: str, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    stock, ours = (audit_class(name, steps=steps, levers=levers) for levers in ((), (("host_sync", "on"),)))
+    return stock.to_json(), ours.to_json()
+
+
+def _count(found: Stalls) -> str:
+    if not found.in_loop:
+        return "nothing in the loop waits for the device"
+    return f"{found.in_loop} stalls in the loop, {found.per_step:.3g} a step"
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Without what libraries say of tiny pipelines (prompts cut off, deprecated arguments)."""
+    import diffusers
+    import transformers
+
+    loggers = [library.utils.logging for library in (diffusers, transformers)]
+    kept = [logger.get_verbosity() for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.set_verbosity_error()
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, kept, strict=True):
+                logger.set_verbosity(level)
+
+
 @contextmanager
 def logical_device(pipe: Any) -> Iterator[Auditor]:
     """The pipeline's modules live on the logical device inside the block; yields the auditor that watches it.
@@ -82,18 +199,26 @@ def stalls(pipe: Any, inputs: Mapping[str, Any], **levers: Any) -> Stalls:
     return stalls_and_result(pipe, inputs, **levers)[0]
 
 
-def stalls_and_result(pipe: Any, inputs: Mapping[str, Any], **levers: Any) -> tuple[Stalls, Any]:
-    """The stalls, and what the pipeline returned (`.frames`), on the CPU: equal for two runs that compute the same."""
+def stalls_and_result(
+    pipe: Any, inputs: Mapping[str, Any], told: Callable[[list[str]], None] | None = None, **levers: Any
+) -> tuple[Stalls, Any]:
+    """The stalls, and what the pipeline returned (`.frames`), on the CPU: equal for two runs that compute the same.
+
+    told: is given one line for each lever that the run decided about.
+    """
     with ExitStack() as stack:
         auditor = stack.enter_context(logical_device(pipe))
-        if levers:
-            rig = stack.enter_context(accelerate(pipe, **levers)).rig
+        run = stack.enter_context(accelerate(pipe, **levers)) if levers else None
+        if run is not None:
+            rig = run.rig
         else:
             rig = Rig(pipe, family_of_pipeline(pipe), f"{DEVICE}:0")
             stack.enter_context(rig.seams())
         auditor.in_loop = lambda: rig.running
         with torch.no_grad():
             frames = auditor.to_cpu(pipe(**inputs).frames)
+        if told is not None and run is not None and run.plan is not None:
+            told([f"{d.lever}: {d.chosen} - {d.reason}" for d in run.plan.decisions if d.lever in levers])
         return auditor.found(rig.total_steps), frames
 
 

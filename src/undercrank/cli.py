@@ -183,7 +183,7 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
 def audit(
     pipeline: Annotated[str | None, typer.Argument(metavar="CLASS", help="A pipeline class of diffusers.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Denoising steps.")] = 20,
-    scheduler: Annotated[str | None, typer.Option("--scheduler", help="A scheduler class, in place of its own.")] = None,
+    scheduler: Annotated[str | None, typer.Option("--scheduler", help="A scheduler class, not its own.")] = None,
     lever: Levers = None,
     everything: Annotated[bool, typer.Option("--all", help="Every class that can be built, with and without.")] = False,
     as_json: AsJson = False,

@@ -24,11 +24,13 @@ What is not as in the checkpoints, and why:
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -45,7 +47,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import nn
 
 from undercrank import families
-from undercrank.records import Family
+from undercrank.records import BadInput, Family, NotFound
+from undercrank.rig import DENOISERS
 
 PROMPT = "a red ball rolls left"
 
@@ -769,6 +772,44 @@ def tiny_pipeline(family: str | Family, seed: int = 0, *, scheduler: str | None 
         pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def tiny_pipeline_of(class_name: str, seed: int = 0, *, scheduler: str | None = None) -> DiffusionPipeline:
+    """A small random pipeline of a diffusers class, by the class's name.
+
+    Raises BadInput for an unknown class or scheduler, with the nearest names, and NotFound, with the missing
+    component, for a class that nobody has taught this module to build.
+    """
+    _known_class(class_name, "Pipeline")
+    if scheduler is not None:
+        _known_class(scheduler, "Scheduler")
+    row = families.of_pipeline(class_name)
+    if row is None:
+        raise NotFound(f"{class_name} cannot be built from small configs: {_missing(class_name)}")
+    return tiny_pipeline(row, seed, scheduler=scheduler)
+
+
+def tiny_classes() -> list[str]:
+    """Names of the pipeline classes that can be built here."""
+    return sorted(BUILDERS)
+
+
+def _known_class(name: str, kind: str) -> None:
+    known = [other for other in dir(diffusers) if other.endswith(kind)]
+    if name not in known:
+        near = get_close_matches(name, known, n=3, cutoff=0.5) or get_close_matches(name + kind, known, n=3, cutoff=0.3)
+        raise BadInput(
+            f"diffusers has no {kind.lower()} {name[:60]!r}: nearest are {', '.join(near)}", field=kind.lower()
+        )
+
+
+def _missing(class_name: str) -> str:
+    """Which components of a class have no small config here."""
+    hints = inspect.signature(getattr(diffusers, class_name).__init__).parameters.values()
+    modules = [p for p in hints if p.name not in ("self", "scheduler") and p.annotation is not p.empty]
+    named = {p.name: str(getattr(p.annotation, "__name__", p.annotation)).rpartition(".")[2] for p in modules}
+    missing = [f"{name} ({kind})" for name, kind in named.items() if name in DENOISERS]
+    return f"no small config for its {' and '.join(missing or [f'{n} ({k})' for n, k in named.items()])}"
 
 
 def _waken(module: nn.Module) -> None:

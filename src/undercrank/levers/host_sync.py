@@ -35,6 +35,9 @@ SCHEDULE = ("timesteps", "sigmas")
 KNOWN = "_undercrank_known"
 "Where a UniPC under the lever keeps its schedule's coefficients, from `set_timesteps` to the end of the run."
 
+LEFT: tuple[tuple[str, int, str], ...] = ()
+"Lines that still wait with the lever on: file, line, and why. Printed by `undercrank audit --all`."
+
 PROVEN = frozenset(
     {
         "WanPipeline",
