@@ -12,12 +12,13 @@ import pytest
 
 from undercrank import families, ledger
 from undercrank.ledger import Ledger, append, read_ledger
-from undercrank.records import BadInput, Case, Device, Measurement
+from undercrank.records import BadInput, Case, Device, Machine, Measurement
 
 FAMILY = families.family("wan2.1-14b")
+GPU = Device(kind="cuda", name="GPU")
 CASE = Case(
-    family=FAMILY, device=Device(kind="cuda", name="GPU"), width=1280, height=720, num_frames=81,
-    num_inference_steps=50, guidance_scale=5.0, dtype="bfloat16",
+    family=FAMILY, machine=Machine(name="m", devices=(GPU,), cpu_count=1), device=GPU, width=1280, height=720,
+    num_frames=81, num_inference_steps=50, guidance_scale=5.0, dtype="bfloat16",
 )  # fmt: skip
 
 
@@ -84,6 +85,49 @@ def test_a_row_with_an_unknown_field_is_named(own_ledger: Path) -> None:
         read_ledger()
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_is_none_is_named(own_ledger: Path, number: str) -> None:
+    own_ledger.write_text(a_row().to_json().replace("1000.0", number) + "\n")
+    with pytest.raises(BadInput, match=f"line 1 is no ledger row .{number} is no measurement.; remove the line"):
+        read_ledger()
+
+
+@pytest.mark.parametrize("field", ["width", "height", "num_frames", "num_inference_steps"])
+@pytest.mark.parametrize("value", [0, -16])
+def test_a_ledger_line_of_an_empty_shape_is_refused_when_it_is_read(own_ledger: Path, field: str, value: int) -> None:
+    own_ledger.write_text(a_row(**{field: value}).to_json() + "\n")
+    with pytest.raises(BadInput, match="line 1 is no ledger row .a shape of nothing.; remove the line"):
+        read_ledger()
+
+
+def test_a_ledger_of_one_pixel_and_one_step_is_read(own_ledger: Path) -> None:
+    row = a_row(width=1, height=1, num_frames=1, num_inference_steps=1)
+    own_ledger.write_text(row.to_json() + "\n")
+    assert read_ledger().rows == (row,)
+
+
+def test_a_file_that_is_no_text_is_no_ledger(own_ledger: Path) -> None:
+    own_ledger.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(BadInput, match=r"ledger\.jsonl is no ledger: .*; move it away"):
+        read_ledger()
+
+
+def test_a_line_that_a_crash_tore_does_not_swallow_the_next_row(own_ledger: Path) -> None:
+    own_ledger.write_text('{"id": "to')
+    append(a_row())
+    assert own_ledger.read_text().splitlines() == ['{"id": "to', a_row().to_json()]
+    with pytest.raises(BadInput, match="line 1 is no ledger row"):
+        read_ledger()
+
+
+@pytest.mark.parametrize("before", ["", "\n"])
+def test_a_ledger_that_ends_well_gets_no_empty_line(own_ledger: Path, before: str) -> None:
+    own_ledger.write_text(before)
+    append(a_row())
+    append(a_row())
+    assert own_ledger.read_text() == before + 2 * (a_row().to_json() + "\n")
+
+
 def test_lines_of_many_writers_do_not_mix() -> None:
     def write(name: str) -> None:
         for number in range(20):
@@ -115,6 +159,11 @@ def test_rows_of_a_lever_are_found_by_lever_and_family() -> None:
     mine = a_row(lever="crush")
     rows = Ledger([mine, a_row(lever="other"), a_row(), a_row(lever="crush", family="flipbook")])
     assert rows.of_lever("crush", CASE) == (mine,)
+
+
+def test_a_package_without_measured_rows_ships_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ledger.resources, "files", lambda package: tmp_path)
+    assert SHIPPED() == []
 
 
 def test_the_shipped_rows_are_sound_and_none_claims_to_be_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:

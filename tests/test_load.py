@@ -89,6 +89,31 @@ def copied(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to))
 
 
+@pytest.mark.parametrize(("allow_pickle", "asked"), [(False, True), (True, None)])
+def test_safetensors_are_asked_for_and_preferred_where_pickles_are_allowed(
+    monkeypatch, tmp_path, spec, allow_pickle, asked
+) -> None:
+    import diffusers
+
+    class Listening:
+        options = {}
+
+        @classmethod
+        def from_pretrained(cls, folder, **options):
+            cls.options.update(options)
+            raise OSError("heard enough")
+
+    monkeypatch.setattr(diffusers, "Listening", Listening, raising=False)
+    with pytest.raises(BadInput, match="heard enough"):
+        load_module._load_part(tmp_path, ["diffusers", "Listening"], replace(spec, allow_pickle=allow_pickle))
+    assert Listening.options["use_safetensors"] is asked
+
+
+def test_safetensors_are_read_where_pickles_are_allowed_too(spec) -> None:
+    with load(replace(spec, allow_pickle=True), family(NAME)) as loaded:
+        assert loaded.rig.pipe.transformer is not None
+
+
 def test_a_broken_weight_file_is_refused_in_one_line(spec, folder, tmp_path) -> None:
     other = copied(folder, tmp_path / "other")
     file = next((other / "transformer").glob("*.safetensors"))
@@ -134,3 +159,27 @@ def test_pickled_weights_are_read_only_when_they_are_allowed(spec, folder, tmp_p
     file.unlink()
     with pytest.raises(BadInput, match="--allow-pickle"), load(replace(spec, source=str(other)), family(NAME)):
         pytest.fail("loaded")
+    with load(replace(spec, source=str(other), allow_pickle=True), family(NAME)) as loaded:
+        assert loaded.rig.pipe.vae.dtype == torch.float32
+
+
+def test_a_broken_scheduler_is_refused_in_one_line(spec, folder, tmp_path) -> None:
+    other = copied(folder, tmp_path / "other")
+    (other / "scheduler" / "scheduler_config.json").write_text("{")
+    with pytest.raises(BadInput, match="cannot be read") as refused:
+        with load(replace(spec, source=str(other)), family(NAME)):
+            pytest.fail("loaded")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError])
+def test_whatever_the_libraries_raise_over_a_folder_is_one_line_that_names_it(error) -> None:
+    with pytest.raises(BadInput, match=r"/models/x: cannot be read: ") as refused:
+        with load_module._read_errors(Path("/models/x")):
+            raise error("first line\nand more")
+    assert "\n" not in str(refused.value) and refused.value.field == "model"
+
+
+def test_memory_that_ran_out_is_no_broken_folder() -> None:
+    with pytest.raises(torch.OutOfMemoryError), load_module._read_errors(Path("/models/x")):
+        raise torch.OutOfMemoryError("no more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +60,22 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> NVML:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake = NVML()
     monkeypatch.setattr(machine, "pynvml", fake)
+    install(monkeypatch, "2.11.0+cu128")
     return fake
+
+
+def install(monkeypatch: pytest.MonkeyPatch, torch: str | None) -> None:
+    """Pretend that this build of torch is installed; None: none is."""
+    version = machine.metadata.version
+
+    def pretended(name: str) -> str:
+        if name != "torch":
+            return version(name)
+        if torch is None:
+            raise machine.metadata.PackageNotFoundError(name)
+        return torch
+
+    monkeypatch.setattr(machine.metadata, "version", pretended)
 
 
 def names() -> list[str]:
@@ -117,6 +133,42 @@ def test_hidden_gpus_are_counted_from_zero(nvml: NVML, monkeypatch: pytest.Monke
     assert (first.torch_name, first.name) == ("cuda:0", "Accelerator 2")
 
 
+def test_a_torch_built_for_the_cpu_hides_the_gpus_and_not_the_driver(
+    nvml: NVML, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, "2.11.0+cpu")
+    here = machine.this_machine()
+    assert [device.torch_name for device in here.devices] == ["cpu"]
+    assert here.device(None).kind == "cpu"
+    assert here.driver == "580.1", "what the doctor tells the person to install torch for"
+
+
+@pytest.mark.parametrize("torch", ["2.11.0", "2.11.0+cu128", "2.11.0a0+git1234", None])
+def test_any_other_torch_leaves_the_gpus_in_sight(
+    nvml: NVML, monkeypatch: pytest.MonkeyPatch, torch: str | None
+) -> None:
+    install(monkeypatch, torch)
+    assert len(names()) == 3
+
+
+def test_a_gpu_that_does_not_tell_its_memory_is_left_out_and_the_others_keep_their_numbers(
+    nvml: NVML, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = nvml.nvmlDeviceGetMemoryInfo
+
+    def silent(handle: int) -> Any:
+        if handle == 1:
+            raise nvml.NVMLError("Not Supported")
+        return told(handle)
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", silent)
+    here = machine.this_machine()
+    assert [(device.torch_name, device.name) for device in here.devices[:-1]] == [
+        ("cuda:0", "Accelerator 0"), ("cuda:2", "Accelerator 2"),
+    ]  # fmt: skip
+    assert nvml.calls == ["init", "shutdown"]
+
+
 def test_nvml_is_shut_down_after_an_error_too(nvml: NVML, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(handle: int) -> str:
         raise RuntimeError("fallen off the bus")
@@ -137,8 +189,66 @@ def test_this_machine_has_a_cpu_with_memory_and_survives_json() -> None:
     assert Machine.from_json(here.to_json()) == here
 
 
+GIB = 2**30
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`memory(limit, used)`: a host of 64 GiB, 48 of them free, and what the control group's files hold."""
+    host = SimpleNamespace(total=64 * GIB, available=48 * GIB)
+    read_text = Path.read_text
+
+    def install(limit: str | None, used: str | None) -> tuple[int, int]:
+        files = {Path("/sys/fs/cgroup/memory.max"): limit, Path("/sys/fs/cgroup/memory.current"): used}
+
+        def read(path: Path, *args: Any, **kwargs: Any) -> str:
+            if path.parent != Path("/sys/fs/cgroup"):
+                return read_text(path, *args, **kwargs)
+            text = files.get(path)
+            if text is None:
+                raise FileNotFoundError(path)
+            return text
+
+        monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: host)
+        monkeypatch.setattr(Path, "read_text", read)
+        cpu = machine.this_machine().device("cpu")
+        return cpu.total_bytes // GIB, cpu.free_bytes // GIB
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "total", "free"),
+    [
+        (8, 3, 8, 5),
+        (60, 3, 60, 48),  # the host has less left than the container may take
+        (128, 3, 64, 48),  # a limit beyond the host's memory limits nothing
+        (64, 30, 64, 34),
+    ],
+)
+def test_a_container_s_memory_is_its_limit_where_that_is_less_than_the_host_s(
+    memory: Any, limit: int, used: int, total: int, free: int
+) -> None:
+    assert memory(f"{limit * GIB}\n", f"{used * GIB}\n") == (total, free)
+
+
+@pytest.mark.parametrize(("limit", "used"), [("max\n", "1000\n"), (None, None), (None, "1000\n"), ("1000\n", None)])
+def test_without_a_container_s_limit_the_memory_is_the_host_s(memory: Any, limit: str | None, used: str | None) -> None:
+    assert memory(limit, used) == (64, 48)
+
+
+def test_the_packages_that_a_lever_may_need_are_named_where_they_are_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "OPTIONAL", ("pytest", "no-such-package"))
+    here = machine.this_machine()
+    assert "pytest" in here.packages
+    assert "no-such-package" not in here.packages
+
+
 def test_versions_name_what_is_installed_and_leave_out_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PACKAGES", ("numpy", "no-such-package"))
+    monkeypatch.setattr(machine, "OPTIONAL", ())
     found = machine.versions()
     assert set(found) == {"python", "numpy"}
     assert found["numpy"].count(".") == 2

@@ -222,6 +222,25 @@ def test_a_clip_is_named_after_its_prompt_and_seed(
     assert capsys.readouterr().out == f"{file.name}\n"
 
 
+def test_a_name_that_we_made_up_never_replaces_an_earlier_film(engine: type[PretendedEngine]) -> None:
+    stem = f"{video.safe_stem('a red ball')}-7"
+    for number, name in enumerate([stem, f"{stem}-2", f"{stem}-3"], start=1):
+        film(Request(prompt="a red ball", seed=7, num_inference_steps=number + 1))
+        assert {file.stem for file in Path.cwd().glob("*.mp4")} >= {name}
+    kept = [json.loads(Path(f"{name}.mp4").read_text()) for name in (stem, f"{stem}-2", f"{stem}-3")]
+    assert [each["request"]["num_inference_steps"] for each in kept] == [2, 3, 4]
+
+
+def test_a_freed_name_is_used_again_and_a_given_one_as_it_is(engine: type[PretendedEngine]) -> None:
+    stem = f"{video.safe_stem('a red ball')}-7"
+    Path(f"{stem}.mp4").mkdir()  # whatever is there counts
+    assert oneshot._unused(Path(f"{stem}.mp4")) == Path(f"{stem}-2.mp4")
+    film(clip=Path("a.mp4"))
+    film(Request(prompt="other", seed=8), clip=Path("a.mp4"))
+    assert json.loads(Path("a.mp4").read_text())["request"]["prompt"] == "other"
+    assert sorted(file.name for file in Path.cwd().glob("*.mp4")) == sorted(["a.mp4", f"{stem}.mp4"])
+
+
 def test_everything_asked_for_is_written(engine: type[PretendedEngine], tmp_path: Path) -> None:
     film(clip=tmp_path / "a.mp4", master=tmp_path / "a.mkv", report=tmp_path / "a.json")
     assert (tmp_path / "a.mkv").read_text() == "master"

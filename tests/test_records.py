@@ -149,6 +149,31 @@ def test_an_unknown_key_deep_inside_is_refused_too() -> None:
         Machine.from_dict(machine)
 
 
+@pytest.mark.parametrize("data", [[], 5, None, "text", [["prompt", "a cat"]]])
+def test_what_is_no_object_is_no_record(data: Any) -> None:
+    with pytest.raises(BadInput, match="Request must be an object, not "):
+        Request.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("fps", "1/0"), ("fps", "fast"), ("fps", [1]), ("fps", {}), ("wishes", "abc"), ("wishes", 3), ("wishes", ["ab"]),
+     ("wishes", [["a"]]), ("wishes", [["a", "b", "c"]]), ("wishes", [3])],
+)  # fmt: skip
+def test_a_value_that_cannot_become_its_field_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(BadInput, match=f"{field} cannot be ") as caught:
+        Request.from_dict({field: value})
+    assert caught.value.field == field
+
+
+def test_a_value_of_the_wrong_kind_deep_inside_is_refused_too() -> None:
+    machine = Machine(name="m", devices=(Device(kind="cpu"),), cpu_count=1).to_dict()
+    with pytest.raises(BadInput, match="Device must be an object, not str"):
+        Machine.from_dict(machine | {"devices": ["cpu"]})
+    with pytest.raises(BadInput, match="packages cannot be 'torch'"):
+        Machine.from_dict(machine | {"packages": "torch"})
+
+
 def test_json_is_plain_ascii_without_nan() -> None:
     text = Request(prompt="\u732b \U0001f408").to_json()
     assert text.isascii()
@@ -172,10 +197,18 @@ def test_a_lever_is_written_with_its_name_and_settings() -> None:
 
 def test_a_plan_with_a_lever_that_this_version_lacks_is_refused_by_name() -> None:
     text = a_plan((Shrink(),)).to_json()
-    with pytest.raises(BadInput, match="unknown lever 'shrink': this version has host_sync"):
+    names = ", ".join(lever.name for lever in ORDER)
+    with pytest.raises(BadInput, match=f"unknown lever 'shrink': this version has {names}"):
         records.Plan.from_json(text, levers=ORDER)
     with pytest.raises(BadInput, match="this version has none"):
         records.Plan.from_json(text)
+
+
+@pytest.mark.parametrize("lever", [{}, {"scheme": "int8"}, {"lever": None}, {"lever": []}, "shrink", None, 3])
+def test_a_lever_without_a_known_name_is_refused(lever: Any) -> None:
+    plain = a_plan(()).to_dict() | {"levers": [lever]}
+    with pytest.raises(BadInput, match="unknown lever|levers cannot be"):
+        records.Plan.from_dict(plain, levers=LEVERS)
 
 
 def test_an_indented_json_says_the_same() -> None:
@@ -196,13 +229,8 @@ def test_the_promise_of_several_levers_is_that_of_the_weakest() -> None:
 
 
 @pytest.mark.parametrize("word", list(Fidelity))
-def test_fidelity_exact_admits_only_exact_levers_and_quality_and_below_admit_lossy_ones(word: Fidelity) -> None:
-    if word is Fidelity.EXACT:
-        assert word.ceiling is Promise.EXACT
-    elif word is Fidelity.FAITHFUL:
-        assert word.ceiling is not Promise.EXACT
-    else:
-        assert word.ceiling is Promise.LOSSY
+def test_fidelity_exact_admits_only_exact_levers_and_every_other_word_lossy_ones_too(word: Fidelity) -> None:
+    assert word.ceiling is (Promise.EXACT if word is Fidelity.EXACT else Promise.LOSSY)
 
 
 @pytest.mark.parametrize("word", list(Fidelity))
@@ -324,8 +352,8 @@ def a_family() -> Family:
 
 def a_case() -> Case:
     return Case(
-        family=a_family(), device=CPU, width=64, height=32, num_frames=5, num_inference_steps=4, guidance_scale=5.0,
-        dtype="float32",
+        family=a_family(), machine=MACHINE, device=CPU, width=64, height=32, num_frames=5, num_inference_steps=4,
+        guidance_scale=5.0, dtype="float32",
     )  # fmt: skip
 
 

@@ -157,6 +157,12 @@ def test_json_goes_to_standard_output_in_ascii_on_one_line(capsys: pytest.Captur
     assert json.loads(out) == {"prompt": "\u732b\n\u2028"}
 
 
+def test_json_is_never_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        screen.print_json({"seconds": float("nan")})
+    assert capsys.readouterr().out == ""
+
+
 def test_what_is_said_to_the_person_does_not_mix_with_the_data(capsys: pytest.CaptureFixture[str]) -> None:
     screen.say("note: this")
     assert capsys.readouterr() == ("", "note: this\n")

@@ -37,18 +37,42 @@ def test_the_ledger_is_where_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_hub_s_cache_is_where_the_hub_s_own_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert settings().hub_cache == Path("/xdg/huggingface/hub")
     monkeypatch.setenv("HF_HOME", "/hf")
     assert settings().hub_cache == Path("/hf/hub")
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", "/old")
+    assert settings().hub_cache == Path("/old")
     monkeypatch.setenv("HF_HUB_CACHE", "/models")
     assert settings().hub_cache == Path("/models")
 
 
-@pytest.mark.parametrize("name", ["UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize(
+    ("name", "ledger", "hub_cache"),
+    [
+        ("UNDERCRANK_LEDGER", "here", None),
+        ("XDG_DATA_HOME", "here/undercrank/ledger.jsonl", None),
+        ("XDG_CACHE_HOME", None, "here/huggingface/hub"),
+        ("HF_HOME", None, "here/hub"),
+        ("HUGGINGFACE_HUB_CACHE", None, "here"),
+        ("HF_HUB_CACHE", None, "here"),
+    ],
+)
+def test_a_tilde_is_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, name: str, ledger: str | None, hub_cache: str | None
+) -> None:
+    before, home = settings(), Path("/home/somebody")
+    monkeypatch.setenv(name, "~/here")
+    assert settings().ledger == (home / ledger if ledger else before.ledger)
+    assert settings().hub_cache == (home / hub_cache if hub_cache else before.hub_cache)
+
+
+@pytest.mark.parametrize("name", ["UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 @pytest.mark.parametrize(
     ("value", "offline"),
     [("1", True), ("true", True), ("YES", True), (" on ", True), ("0", False), ("", False), ("false", False)],
 )
-def test_either_switch_takes_the_network_away(
+def test_any_of_the_switches_takes_the_network_away(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, offline: bool
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -63,7 +87,7 @@ def test_the_visible_gpus_are_passed_on_as_written(monkeypatch: pytest.MonkeyPat
 
 def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     before = settings()
-    for name in ("UNDERCRANK_LEDGER", "HF_HUB_CACHE", "HF_HOME", "XDG_DATA_HOME"):
+    for name in set(NAMES) - {"CUDA_VISIBLE_DEVICES"}:
         monkeypatch.setenv(name, "")
     assert settings() == before
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,6 +61,7 @@ def folder(tmp_path: Path) -> Path:
     for name in MODELS:
         (root / name / "config.json").write_text("{}")
         (root / name / "model.safetensors").write_bytes(safetensors(2, 3))
+    (root / "tokenizer" / "tokenizer_config.json").write_text("{}")
     (root / "scheduler" / "scheduler_config.json").write_text("{}")
     write_index(root, INDEX)
     return root
@@ -83,7 +86,7 @@ def test_a_sound_index_is_read(folder: Path) -> None:
 @pytest.mark.parametrize("library", ["evil_module", "os", "diffusers.loaders", "__main__", "", "Diffusers", 5, None])
 def test_a_component_of_any_other_library_is_refused(folder: Path, library: Any) -> None:
     write_index(folder, INDEX | {"vae": [library, "AutoencoderKLWan"]})
-    with pytest.raises(BadInput, match="component vae comes from .* code of the repository: refused") as caught:
+    with pytest.raises(BadInput, match="component vae comes from .*code of the repository is refused") as caught:
         read_index(folder)
     assert caught.value.field == "model"
 
@@ -113,6 +116,67 @@ def test_an_index_that_names_no_pipeline_is_refused(folder: Path, text: str) -> 
     assert caught.value.field == "model"
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [["evil"], "X"],
+        [{"a": 1}, "X"],
+        [],
+        ["diffusers"],
+        ["diffusers", 5],
+        ["diffusers", None],
+        ["diffusers", ""],
+        ["diffusers", "logging.getLogger"],
+        ["diffusers", ["WanPipeline"]],
+        ["diffusers", "WanPipeline", "y"],
+        [None, "AutoencoderKLWan"],
+        ["evil_module", "X", "y"],
+    ],
+    ids=str,
+)
+def test_a_component_that_is_no_plain_class_of_a_known_library_is_refused(folder: Path, entry: list[Any]) -> None:
+    write_index(folder, INDEX | {"vae": entry})
+    with pytest.raises(BadInput, match="component vae .*only plain classes of diffusers and transformers") as caught:
+        read_index(folder)
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("class_name", ["AutoModel", "AutoTokenizer", "AutoPipelineForText2Image"])
+def test_a_component_that_leaves_its_class_open_is_refused(folder: Path, class_name: str) -> None:
+    write_index(folder, INDEX | {"text_encoder": ["transformers", class_name]})
+    with pytest.raises(BadInput, match=rf"text_encoder leaves its class open \({class_name}\): refused"):
+        read_index(folder)
+
+
+@pytest.mark.parametrize("name", ["../vae", "vae/../../x", "/etc", ".", "", "a b"])
+def test_a_component_whose_name_is_no_plain_name_is_refused(folder: Path, name: str) -> None:
+    write_index(folder, INDEX | {name: ["diffusers", "AutoencoderKLWan"]})
+    with pytest.raises(BadInput, match="is no name of a component") as caught:
+        read_index(folder)
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("entry", [[True, False], ["evil_module", True]])
+def test_a_pair_that_ends_in_yes_or_no_is_a_setting(folder: Path, entry: list[Any]) -> None:
+    write_index(folder, INDEX | {"is_distilled": entry})
+    assert "is_distilled" not in sources.components(read_index(folder))
+
+
+@pytest.mark.parametrize("name", ["", "logging.x", "Wan Pipeline", "../x"])
+def test_a_pipeline_whose_name_is_no_class_name_is_refused(folder: Path, name: str) -> None:
+    write_index(folder, INDEX | {"_class_name": name})
+    with pytest.raises(BadInput, match="names no pipeline class"):
+        read_index(folder)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_an_index_nested_without_end_is_refused(folder: Path, opening: str) -> None:
+    write_index(folder, opening * 100_000)
+    with pytest.raises(BadInput, match="model_index.json cannot be read") as caught:
+        read_index(folder)
+    assert len(str(caught.value)) < 400
+
+
 def test_an_index_that_is_no_text_is_refused(folder: Path) -> None:
     (folder / "model_index.json").write_bytes(b"\xff\xfe\x00\x00")
     with pytest.raises(BadInput, match="model_index.json cannot be read"):
@@ -137,6 +201,28 @@ def test_the_weighted_components_are_those_with_a_config(folder: Path) -> None:
 
 
 def test_a_complete_folder_passes(folder: Path) -> None:
+    check_files(folder, INDEX, allow_pickle=False)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "tokenizer", "scheduler"])
+def test_a_component_whose_folder_is_missing_is_named(folder: Path, name: str) -> None:
+    shutil.rmtree(folder / name)
+    with pytest.raises(NotFound, match=rf"model/{name} is missing or has no configuration: .* incomplete"):
+        check_files(folder, INDEX, allow_pickle=False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_component_without_its_configuration_is_named(folder: Path, name: str) -> None:
+    (folder / name / "config.json").unlink()
+    with pytest.raises(NotFound, match=f"model/{name} is missing or has no configuration"):
+        check_files(folder, INDEX, allow_pickle=False)
+    (folder / name / "generation_config.json").write_text("{}")
+    with pytest.raises(NotFound, match=rf"model/{name} has weights and no config\.json"):
+        check_files(folder, INDEX, allow_pickle=False)
+
+
+def test_a_component_that_the_pipeline_does_without_needs_no_folder(folder: Path) -> None:
+    assert not (folder / "transformer_2").exists()
     check_files(folder, INDEX, allow_pickle=False)
 
 
@@ -187,6 +273,13 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     assert caught.value.field == "model"
 
 
+@pytest.mark.parametrize("name", ["../x", "..", "", ".", "/etc", "a/b"])
+def test_a_load_of_the_package_never_leaves_it(name: str) -> None:
+    with pytest.raises(BadInput, match="names no model inside the package") as caught:
+        locate(spec(f"package:{name}"))
+    assert caught.value.field == "model"
+
+
 @pytest.mark.parametrize("source", ["../x", "./x", "/x", "~/x", ".", "/"])
 def test_what_is_written_as_a_path_is_a_path(source: str) -> None:
     assert looks_like_folder(source)
@@ -220,7 +313,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """A hub that answers as told: `hub(cached, fetched)`; what it was asked is in the returned list."""
     import huggingface_hub
 
-    for name in ("UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE"):
+    for name in ("UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
 
     def install(cached: Path | Exception, fetched: Path | Exception) -> list[dict[str, Any]]:
@@ -259,6 +352,24 @@ def test_a_model_that_is_not_cached_is_fetched(hub: Any, folder: Path) -> None:
     assert len(asked) == 2
 
 
+def test_an_interrupted_download_is_completed(hub: Any, folder: Path, tmp_path: Path) -> None:
+    part = Path(shutil.copytree(folder, tmp_path / "part"))
+    shutil.rmtree(part / "transformer")
+    asked = hub(part, folder)
+    assert locate(spec("somebody/some-model")) == folder
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("missing", ["transformer", "vae/model.safetensors", "vae/config.json", "model_index.json"])
+def test_offline_an_interrupted_download_is_named_with_what_is_missing(hub: Any, folder: Path, missing: str) -> None:
+    path = folder / missing
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    hub(folder, AssertionError("the network was asked"))
+    with pytest.raises(NotFound, match=r"is only partly on this machine: .*the network is switched off") as caught:
+        locate(spec("somebody/some-model", local_files_only=True))
+    assert missing.split("/")[0] in str(caught.value)
+
+
 def test_pickles_are_fetched_only_when_allowed_and_code_never(hub: Any, folder: Path) -> None:
     asked = hub(not_cached(), folder)
     locate(spec("somebody/some-model"))
@@ -269,7 +380,7 @@ def test_pickles_are_fetched_only_when_allowed_and_code_never(hub: Any, folder: 
     assert not any(pattern.endswith((".py", "*", ".pt")) for pattern in loose)
 
 
-@pytest.mark.parametrize("how", ["local_files_only", "UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize("how", ["local_files_only", "UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_a_missing_model_is_named_with_the_place_that_was_searched(
     hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
@@ -328,6 +439,25 @@ def test_an_unknown_model_is_refused_with_the_nearest_names(name: str, near: str
     assert caught.value.field == "model"
 
 
+@pytest.mark.parametrize("model", ["", None, 5, ["wan2.1-14b"], "a" * 513, "a/" + "b" * 5000])
+def test_an_empty_or_endless_model_word_is_refused_with_what_to_name(model: Any) -> None:
+    with pytest.raises(BadInput, match="model: name a family, a hub id or a folder") as caught:
+        which_model(Request(model=model), local_files_only=True)
+    assert caught.value.field == "model"
+
+
+def test_somebody_s_home_that_is_not_there_is_named() -> None:
+    with pytest.raises(NotFound, match="~nosuchuser/x: there is no such home folder"):
+        which_model(Request(model="~nosuchuser/x"))
+
+
+@pytest.mark.parametrize("model", ["/" + "a" * 300, "./" + "a" * 300, "~/" + "a" * 300])
+def test_a_path_too_long_for_any_folder_is_refused_in_one_line(model: str) -> None:
+    with pytest.raises(BadInput, match="is no name of a folder") as caught:
+        which_model(Request(model=model))
+    assert caught.value.field == "model"
+
+
 def test_a_folder_s_family_is_that_of_its_pipeline(folder: Path) -> None:
     family, load = which_model(Request(model=str(folder)))
     assert family.pipeline == "WanPipeline"
@@ -350,6 +480,8 @@ def test_a_folder_s_parameters_are_counted_in_its_files(folder: Path) -> None:
         b"\xff" * 100,
         struct.pack("<Q", 2) + b"[]",
         struct.pack("<Q", 9) + b'{"w": {}}',
+        struct.pack("<Q", 22) + b'{"w": {"shape": null}}',
+        struct.pack("<Q", 23) + b'{"w": {"shape": ["2"]}}',
         b"version https",
     ],
 )
@@ -436,6 +568,16 @@ def test_a_file_of_the_hub_s_cache_is_known_by_its_name_and_not_read(folder: Pat
     assert point_to("0b" * 32, b"two") != first
     assert point_to("short", b"one") != point_to("short", b"two")
     assert point_to("0G" * 32, b"one") != point_to("0G" * 32, b"two"), "no sha256, so it must be read"
+
+
+def test_the_same_weights_have_the_same_fingerprint_in_the_cache_and_in_a_folder(folder: Path, tmp_path: Path) -> None:
+    plain = fingerprint(folder)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for file in list(folder.rglob("*.safetensors")):
+        blob = file.rename(blobs / hashlib.sha256(file.read_bytes()).hexdigest())
+        file.symlink_to(blob)
+    assert fingerprint(folder) == plain
 
 
 def test_large_files_are_sampled_and_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,45 @@ def test_the_object_s_own_setattr_is_passed_by() -> None:
     assert thing.filed == {}
 
 
+class Kept:
+    """Its size is kept by a property, which a value in the instance's dict would never cover."""
+
+    def __init__(self) -> None:
+        self.inner = 1
+
+    @property
+    def size(self) -> int:
+        return self.inner
+
+    @size.setter
+    def size(self, value: int) -> None:
+        self.inner = value
+
+    @property
+    def weight(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize("name", ["size", "weight"])
+def test_swap_attr_refuses_a_name_kept_by_a_descriptor(name: str) -> None:
+    kept = Kept()
+    with pytest.raises(AssertionError, match=f"{name} of Kept is kept by a descriptor"), undo.swap_attr(kept, name, 2):
+        pytest.fail("swapped")
+    assert (kept.size, kept.weight, vars(kept)) == (1, 5, {"inner": 1})
+
+
+def test_a_method_is_no_such_descriptor_and_is_covered_like_any_class_attribute() -> None:
+    class Caller:
+        def call(self) -> str:
+            return "own"
+
+    caller = Caller()
+    with undo.swap_attr(caller, "call", lambda: "other"):
+        assert caller.call() == "other"
+    assert caller.call() == "own"
+    assert vars(caller) == {}
+
+
 def test_an_attribute_that_was_deleted_inside_is_no_trouble() -> None:
     thing = Thing()
     with undo.swap_attr(thing, "size", 2):

@@ -68,6 +68,13 @@ def test_what_is_no_frame_rate_is_refused_with_an_example(value: Any) -> None:
     assert caught.value.field == "fps"
 
 
+@pytest.mark.parametrize("value", ["1e9999999999", "1e-9999999999", "9" * 10_000, "1/" + "9" * 10_000, "1e2", "1_6"])
+def test_a_number_that_would_take_for_ever_to_write_out_is_refused_at_once(value: str) -> None:
+    with pytest.raises(BadInput, match="write a number such as 16") as caught:
+        as_fps(value)
+    assert len(str(caught.value)) < 120
+
+
 def test_wishes_are_pairs_in_their_order() -> None:
     assert as_wishes(["host_sync=off", " cache = 0.1 ", "mask=1=0"]) == (
         ("host_sync", "off"),
