@@ -12,6 +12,8 @@ from undercrank.rig import Rig
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
 
 FAMILY = "wan2.1-1.3b"
+FAMILIES = {"text_trim": "hunyuanvideo-1.5-480p"}
+"Where a lever is tried that has nothing to do on FAMILY."
 
 
 @pytest.fixture(params=ORDER, ids=lambda lever: lever.name)
@@ -20,12 +22,13 @@ def lever(request: pytest.FixtureRequest) -> Lever:
 
 
 @pytest.fixture
-def rig() -> Rig:
+def rig(lever: Lever) -> Rig:
     from undercrank.families import family
 
-    pipe = tiny_pipeline(FAMILY)
+    name = FAMILIES.get(lever.name, FAMILY)
+    pipe = tiny_pipeline(name)
     pipe.set_progress_bar_config(disable=True)
-    return Rig(pipe, family(FAMILY), "cpu")
+    return Rig(pipe, family(name), "cpu")
 
 
 def case(rig: Rig) -> Case:

@@ -6,9 +6,11 @@ Each entry's comment says why it stands where it stands: ORDER is the only place
 from __future__ import annotations
 
 from undercrank.levers.host_sync import HostSync
+from undercrank.levers.text_trim import TextTrim
 from undercrank.records import Lever
 
 ORDER: tuple[type[Lever], ...] = (
+    TextTrim,  # decides how many tokens there are: whatever chooses, captures or compiles by shape comes after it
     HostSync,  # touches the scheduler only: nothing before it needs its mirrors, nothing after may see it come late
 )
 
