@@ -72,7 +72,7 @@ class TextTrim(Lever):
         return Promise.ROUNDING
 
     def doubt(self, case: Case) -> str | None:
-        """No doubt about the CPU: it is right there too, and saves more than on a GPU."""
+        """No doubt about the CPU: it is as right there, and was measured faster."""
         pipeline = case.family.pipeline
         if pipeline in PROVEN:
             return None
