@@ -88,7 +88,7 @@ def test_a_row_with_an_unknown_field_is_named(own_ledger: Path) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_number_that_is_none_is_named(own_ledger: Path, number: str) -> None:
     own_ledger.write_text(a_row().to_json().replace("1000.0", number) + "\n")
-    with pytest.raises(BadInput, match=f"line 1 is no ledger row .{number} is no measurement.; remove the line"):
+    with pytest.raises(BadInput, match="line 1 is no ledger row .times and gains are finite numbers above 0.; remove the line"):
         read_ledger()
 
 
@@ -96,7 +96,7 @@ def test_a_number_that_is_none_is_named(own_ledger: Path, number: str) -> None:
 @pytest.mark.parametrize("value", [0, -16])
 def test_a_ledger_line_of_an_empty_shape_is_refused_when_it_is_read(own_ledger: Path, field: str, value: int) -> None:
     own_ledger.write_text(a_row(**{field: value}).to_json() + "\n")
-    with pytest.raises(BadInput, match="line 1 is no ledger row .a shape of nothing.; remove the line"):
+    with pytest.raises(BadInput, match="line 1 is no ledger row .* is no count.; remove the line"):
         read_ledger()
 
 
@@ -173,3 +173,21 @@ def test_the_shipped_rows_are_sound_and_none_claims_to_be_measured_here(monkeypa
     assert {row.source for row in rows} <= SOURCES - {ledger.HERE}
     assert all(row.machine and row.device and row.versions and row.n >= 1 for row in rows)
     assert {row.family for row in rows} <= {family.id for family in families.FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("1000.0", "1e999"), ("1000.0", '"fast"'), ("1000.0", "-5"), ('"width": 1280', '"width": 1280.5')],
+)
+def test_a_line_of_impossible_figures_is_refused(own_ledger: Path, old: str, new: str) -> None:
+    text = a_row().to_json()
+    assert old in text
+    own_ledger.write_text(text.replace(old, new) + "\n")
+    with pytest.raises(BadInput, match="line 1"):
+        read_ledger()
+
+
+def test_a_line_that_nests_for_ever_is_refused(own_ledger: Path) -> None:
+    own_ledger.write_text("[" * 100_000 + "\n")
+    with pytest.raises(BadInput, match="line 1"):
+        read_ledger()

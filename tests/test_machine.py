@@ -198,8 +198,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     host = SimpleNamespace(total=64 * GIB, available=48 * GIB)
     read_text = Path.read_text
 
-    def install(limit: str | None, used: str | None) -> tuple[int, int]:
-        files = {Path("/sys/fs/cgroup/memory.max"): limit, Path("/sys/fs/cgroup/memory.current"): used}
+    def install(limit: str | None, used: str | None, stat: str = "anon 1\n") -> tuple[int, int]:
+        group = Path("/sys/fs/cgroup")
+        files = {group / "memory.max": limit, group / "memory.current": used, group / "memory.stat": stat}
 
         def read(path: Path, *args: Any, **kwargs: Any) -> str:
             if path.parent != Path("/sys/fs/cgroup"):
@@ -262,3 +263,11 @@ def test_a_machine_without_cpuinfo_is_named_by_its_architecture(monkeypatch: pyt
     monkeypatch.setattr(machine.platform, "processor", lambda: "")
     monkeypatch.setattr(machine.platform, "machine", lambda: "riscv64")
     assert machine._processor() == "riscv64"
+
+
+def test_a_container_over_its_limit_has_no_free_memory_left(memory: Any) -> None:
+    assert memory(f"{8 * GIB}", f"{9 * GIB}")[1] == 0
+
+
+def test_the_page_cache_of_a_container_counts_as_free(memory: Any) -> None:
+    assert memory(f"{8 * GIB}", f"{7 * GIB}", f"anon 1\ninactive_file {4 * GIB}\nslab 5\n")[1] == 5

@@ -1069,3 +1069,18 @@ def test_a_size_that_would_fit_is_one_that_the_model_can_make_and_that_does_fit(
         refuse_if_too_big(smaller, family, machine, machine.devices[0])
     else:
         assert "choose a smaller model or a device with more memory" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["seed", "guidance_scale", "num_inference_steps", "width", "num_frames"])
+def test_a_number_of_thousands_of_digits_is_refused_in_one_line(field: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        plan(**{field: 10**5000})
+    assert len(str(caught.value)) < 400
+
+
+def test_the_smallest_clip_of_all_is_suggested_when_it_fits() -> None:
+    row = families.family(WAN)
+    weights = 2 * (row.transformer_params + row.text_encoder_params + row.vae_params)
+    machine = Machine(name="m", devices=(replace(GPU, free_bytes=weights + 400_000),), cpu_count=1)
+    with pytest.raises(OutOfMemory, match="16x16 with 1 frames would fit"):
+        guarded(machine)

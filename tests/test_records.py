@@ -367,3 +367,9 @@ def a_plan(levers: tuple[Lever, ...]) -> records.Plan:
         decisions=decisions, promise=Promise.EXACT,
         expected=records.Expected(seconds=None, seconds_basis="none", peak_bytes=None, memory_basis="none"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("fps", ["1e9999999999", True, "1/0", "9" * 40])
+def test_a_frame_rate_that_would_be_computed_for_ever_is_refused(fps: object) -> None:
+    with pytest.raises(BadInput, match="fps"):
+        Request.from_dict({"fps": fps})

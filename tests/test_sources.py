@@ -613,3 +613,33 @@ def test_a_load_of_the_package_lies_in_the_package() -> None:
     found = locate(spec("package:flipbook"))
     assert found == Path(sources.__file__).parent / "flipbook"
     assert locate(replace(spec("package:flipbook"), local_files_only=True)) == found
+
+
+def test_a_missing_shard_is_missing(folder: Path) -> None:
+    part = folder / "transformer"
+    (part / "model.safetensors").rename(part / "d-00001-of-00002.safetensors")
+    names = {"a": "d-00001-of-00002.safetensors", "b": "d-00002-of-00002.safetensors"}
+    (part / "d.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(NotFound, match="00002-of-00002"):
+        check_files(folder, INDEX, allow_pickle=False)
+
+
+def test_a_cached_model_that_names_foreign_code_is_refused_not_called_partial(hub: Any, folder: Path) -> None:
+    write_index(folder, INDEX | {"vae": ["evil", "X"]})
+    hub(folder, AssertionError("asked the network"))
+    with pytest.raises(BadInput, match="evil"):
+        locate(spec("somebody/some-model", local_files_only=True))
+
+
+def test_pickled_weights_without_a_config_are_not_overlooked(folder: Path) -> None:
+    part = folder / "vae"
+    (part / "config.json").rename(part / "x_config.json")
+    (part / "model.safetensors").rename(part / "model.bin")
+    with pytest.raises(NotFound, match="no config.json"):
+        check_files(folder, INDEX, allow_pickle=False)
+
+
+@pytest.mark.parametrize("model", ["a" * 300, "a" * 300 + "/b"])
+def test_a_name_longer_than_a_file_system_allows_is_refused(model: str) -> None:
+    with pytest.raises(BadInput):
+        which_model(Request(model=model), local_files_only=True)

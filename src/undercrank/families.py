@@ -24,7 +24,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from undercrank.records import BadInput, Family
+from undercrank.records import BadInput, Family, shown
 
 MAX_SIDE = 8192
 "Longest side in pixels that is taken for a wish rather than for a slip."
@@ -683,11 +683,11 @@ def of_pipeline(class_name: str, repo: str | None = None) -> Family | None:
 def _whole(value: object, field: str, at_most: int) -> int:
     """`value` as a count, or a refusal. A bool and a float are no counts, though they compare like one."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BadInput(f"{field}={value!r}: must be a whole number", field=field)
+        raise BadInput(f"{field}={repr(value)[:60]}: must be a whole number", field=field)
     if value < 1:
-        raise BadInput(f"{field}={value}: must be at least 1", field=field)
+        raise BadInput(f"{field}={shown(value)}: must be at least 1", field=field)
     if value > at_most:
-        raise BadInput(f"{field}={value}: at most {at_most}", field=field)
+        raise BadInput(f"{field}={shown(value)}: at most {at_most}", field=field)
     return value
 
 
@@ -768,7 +768,7 @@ def check_steps(family: Family, num_inference_steps: int) -> None:
     """Refuses a number of steps that the family's scheduler or pipeline cannot run; at most `MAX_STEPS`."""
     least, steps = least_steps(family), num_inference_steps
     if isinstance(steps, bool) or not isinstance(steps, int) or not least <= steps <= MAX_STEPS:
-        text = f"{steps!r} steps: {family.title} takes a whole number from {least} to {MAX_STEPS}"
+        text = f"{shown(steps)} steps: {family.title} takes a whole number from {least} to {MAX_STEPS}"
         raise BadInput(f"{text}; {family.num_inference_steps} are usual", field="num_inference_steps")
 
 

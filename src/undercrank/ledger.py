@@ -7,6 +7,7 @@ user's own file (`UNDERCRANK_LEDGER`). A row is never edited: a later one of the
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from importlib import resources
@@ -88,20 +89,26 @@ def _rows(text: str, name: str) -> list[Measurement]:
             continue
         try:
             rows.append(_row(line))
-        except (json.JSONDecodeError, BadInput, TypeError, ValueError) as error:
+        except (BadInput, TypeError, ValueError, RecursionError) as error:
             raise BadInput(f"{name}, line {number} is no ledger row ({error}); remove the line") from error
     return rows
 
 
 def _row(line: str) -> Measurement:
-    row = Measurement.from_dict(json.loads(line, parse_constant=_refuse_constant))
-    if min(row.width, row.height, row.num_frames, row.num_inference_steps) < 1:
-        raise ValueError("a shape of nothing")
+    row = Measurement.from_dict(json.loads(line))
+    for count in (row.width, row.height, row.num_frames, row.num_inference_steps, row.n):
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{count} is no count")
+    times = [value for value in (row.step_ms, row.total_s, row.gain) if value is not None]
+    if not all(_is_finite(value) and value > 0 for value in times):
+        raise ValueError("times and gains are finite numbers above 0")
+    if not all(_is_finite(value) for value in (*row.distances.values(), *row.floor.values())):
+        raise ValueError("distances are finite numbers")
     return row
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no measurement")
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _pixels(shape: Measurement | Case) -> int:

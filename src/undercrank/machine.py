@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -61,9 +62,14 @@ def _container_memory() -> tuple[int, int] | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+        stat = (group / "memory.stat").read_text()
     except OSError:
         return None
-    return None if limit.strip() == "max" else (int(limit), int(limit) - int(used))
+    if limit.strip() == "max":
+        return None
+    # The page cache counts as used there, and is given up when a program wants the memory.
+    cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
+    return int(limit), max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
 
 
 def _processor() -> str:

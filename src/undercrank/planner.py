@@ -33,6 +33,7 @@ from undercrank.records import (
     Promise,
     Request,
     Status,
+    shown,
 )
 
 MAX_GUIDANCE = 100.0
@@ -212,7 +213,7 @@ def _checked_guidance(guidance: float | None, family: Family) -> float:
         return float(guidance)
     near = 0 if is_number and guidance < 0 else MAX_GUIDANCE
     raise BadInput(
-        f"guidance {str(guidance)[:40]}: must be a finite number from 0 to {MAX_GUIDANCE:g}, for instance {near:g} or "
+        f"guidance {shown(guidance)}: must be a finite number from 0 to {MAX_GUIDANCE:g}, for instance {near:g} or "
         f"{family.guidance_scale:g} (0 to 1 turn guidance off)",
         field="guidance_scale",
     )
@@ -223,7 +224,7 @@ def _checked_seed(seed: int | None) -> int | None:
         return None
     if isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= MAX_SEED:
         return seed
-    raise BadInput(f"seed {str(seed)[:40]}: must be a whole number from 0 to {MAX_SEED}", field="seed")
+    raise BadInput(f"seed {shown(seed)}: must be a whole number from 0 to {MAX_SEED}", field="seed")
 
 
 def _checked_dtype(dtype: str | None, family: Family, device: Device) -> str:
@@ -405,7 +406,7 @@ def _limit(metric: str, rows: tuple[Measurement, ...], fidelity: Fidelity) -> fl
     bound = BOUNDS[fidelity][metric]
     if fidelity is not Fidelity.FAITHFUL:
         return bound
-    floors = [row.floor[metric] for row in rows if metric in row.floor]
+    floors = [row.floor[metric] for row in rows if math.isfinite(row.floor.get(metric, math.nan))]
     return min(bound, _median(floors)) if floors else 0.0
 
 
@@ -491,6 +492,8 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield from _if_valid(replace(case, num_frames=frames), case)
         yield from _if_valid(replace(case, width=width, height=height), case)
         yield from _if_valid(replace(case, width=width, height=height, num_frames=frames), case)
+    least = families.least_frames(case.family)
+    yield from _if_valid(replace(case, width=multiple, height=multiple, num_frames=least), case)
 
 
 def _if_valid(smaller: Case, case: Case) -> Iterator[Case]:

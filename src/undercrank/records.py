@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import sys
 import types
 import typing
@@ -78,6 +79,13 @@ class Cancelled(UndercrankError):
     exit_code = 130
     http_status = 499
     code = "cancelled"
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it; Python itself refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return str(value)[:60]
 
 
 # --------------------------------------------------------------------------- words
@@ -150,7 +158,11 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str, *, levers: Sequence[type[Lever]] = ()) -> Self:
-        return cls.from_dict(json.loads(text), levers=levers)
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{cls.__name__} cannot be read: {str(error)[:120]}") from error
+        return cls.from_dict(data, levers=levers)
 
 
 def _plain(value: Any) -> Any:
@@ -176,7 +188,7 @@ def _build(cls: type, data: Mapping[str, Any], levers: Sequence[type[Lever]]) ->
     if not isinstance(data, Mapping):
         raise BadInput(f"{cls.__name__} must be an object, not {type(data).__name__}")
     known = {f.name: f for f in fields(cls)}
-    if unknown := sorted(set(data) - set(known)):
+    if unknown := sorted(str(name) for name in set(data) - set(known)):
         raise BadInput(f"{cls.__name__} has no field {', '.join(unknown)}", field=unknown[0])
     required = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in required if name not in data]:
@@ -214,9 +226,14 @@ def _typed(hint: Any, value: Any, levers: Sequence[type[Lever]]) -> Any:
         return _lever(value, levers)
     if issubclass(hint, Record):
         return _build(hint, value, levers)
+    if hint is Fraction and not _FRACTION.fullmatch(str(value)):  # "1e9999999999" would be computed for ever
+        raise ValueError("a number such as 16 or 24000/1001 is needed")
     if issubclass(hint, enum.Enum | Fraction):
         return hint(value)
     return value
+
+
+_FRACTION = re.compile(r"-?\d{1,30}(/\d{1,30}|\.\d{1,30})?")
 
 
 def _lever(data: Mapping[str, Any], levers: Sequence[type[Lever]]) -> Lever:

@@ -40,7 +40,7 @@ def settings() -> Settings:
 
 def _path(name: str) -> Path | None:
     value = os.environ.get(name)
-    return Path(value).expanduser() if value else None
+    return Path(os.path.expanduser(value)) if value else None
 
 
 def _truthy(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from importlib import resources
@@ -73,7 +74,7 @@ def looks_like_folder(source: str) -> bool:
     """A path by its form, or an existing folder; anything else with one slash is a hub id."""
     if source.startswith((".", "/", "~")):
         return True
-    return 0 < len(source) <= MAX_ID_CHARS and Path(source).is_dir()
+    return os.path.isdir(source)  # False, not an error, for what is no name of a file
 
 
 def _expanded(source: str) -> Path:
@@ -105,14 +106,16 @@ def _from_hub(spec: LoadSpec) -> Path:
     missing = "is not on this machine"
     try:
         folder = Path(snapshot_download(spec.source, local_files_only=True, **options))
-        check_files(folder, read_index(folder), allow_pickle=spec.allow_pickle)
-        return folder
+        if (folder / "model_index.json").is_file():
+            check_files(folder, read_index(folder), allow_pickle=spec.allow_pickle)
+            return folder
+        missing = "is only partly on this machine"
     except HFValidationError as error:
         text = f"{spec.source[:80]!r} is neither a model of this version nor a hub id: {str(error)[:120]}"
         raise BadInput(text, field="model") from error
     except LocalEntryNotFoundError:
         pass
-    except (NotFound, BadInput) as error:  # a download that was interrupted: the rest of it is fetched below
+    except NotFound as error:  # a download that was interrupted: the rest of it is fetched below
         missing = f"is only partly on this machine: {error}"
     looked = f"looked in {settings().hub_cache}"
     if spec.local_files_only or settings().offline:
@@ -181,9 +184,10 @@ def check_files(folder: Path, index: dict[str, Any], *, allow_pickle: bool) -> N
             raise NotFound(
                 f"{folder / name} is missing or has no configuration: the download, or the folder, is incomplete"
             )
-        if entry[1] and not (folder / name / "config.json").is_file() and any((folder / name).glob("*.safetensors")):
+        if entry[1] and not (folder / name / "config.json").is_file() and _weight_files(folder / name):
             raise NotFound(f"{folder / name} has weights and no config.json: the folder is incomplete")
     for name in weighted(folder, index):
+        _check_shards(folder / name)
         files = [file.suffix for file in (folder / name).iterdir()]
         if any(suffix in WEIGHTS for suffix in files):
             continue
@@ -195,6 +199,21 @@ def check_files(folder: Path, index: dict[str, Any], *, allow_pickle: bool) -> N
                 "safetensors, or allow them with --allow-pickle if you trust their source",
                 field="model",
             )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.suffix in WEIGHTS + PICKLES]
+
+
+def _check_shards(folder: Path) -> None:
+    """Weights in several files are listed in an index: each of them must be there."""
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise BadInput(f"{index} cannot be read: {str(error)[:120]}", field="model") from error
+        if missing := sorted(name for name in names if not (folder / str(name)).is_file()):
+            raise NotFound(f"{folder} lacks {missing[0]} and {len(missing) - 1} more: the download is incomplete")
 
 
 def weighted(folder: Path, index: dict[str, Any]) -> list[str]:

@@ -23,8 +23,8 @@ def as_fps(value: str | int | float | Fraction | None) -> Fraction | None:
     """ "24000/1001", "16", 16, 23.976 -> an exact fraction."""
     if value is None:
         return None
-    text = str(value)
-    if not re.fullmatch(r"-?\d{1,6}(\.\d{1,12})?|-?\d{1,6}/\d{1,6}", text):
+    text = str(value).strip()
+    if not re.fullmatch(r"-?\d{1,6}(\.\d{1,20})?|-?\d{1,8}/\d{1,6}", text):
         raise BadInput(f"fps {text[:40]!r}: write a number such as 16 or 24000/1001", field="fps")
     try:
         return Fraction(text).limit_denominator(100_000)
