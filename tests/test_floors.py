@@ -25,7 +25,15 @@ FILES = {
 FLOORS = {
     0: ("undercrank", "records", "undo"),
     1: ("settings", "words", "families", "machine", "ledger", "rig"),
-    2: ("levers", "levers.host_sync", "levers.mirror", "levers.text_trim", "levers.unipc"),
+    2: (
+        "levers",
+        "levers.gate",
+        "levers.host_sync",
+        "levers.mirror",
+        "levers.text_trim",
+        "levers.unipc",
+        "levers.uploads",
+    ),
     3: ("planner", "sources"),
     4: ("load", "trace", "video", "images", "screen", "doctor"),
     5: ("engine",),
@@ -42,6 +50,11 @@ SAME_FLOOR = {
     ("levers", "levers.text_trim"),
     ("levers.host_sync", "levers.mirror"),  # two files of one lever
     ("levers.host_sync", "levers.unipc"),
+    ("levers.host_sync", "levers.gate"),
+    ("levers.host_sync", "levers.uploads"),
+    ("levers.gate", "levers.mirror"),
+    ("levers.gate", "levers.uploads"),
+    ("levers.uploads", "levers.mirror"),
     ("levers.unipc", "levers.mirror"),
     ("sources", "planner"),  # the load of a family
     ("load", "trace"),  # progress events
@@ -53,7 +66,7 @@ SAME_FLOOR = {
 
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
-    "levers.mirror", "levers.unipc", "load", "trace", "engine", "audit", "testing",
+    "levers.gate", "levers.mirror", "levers.unipc", "levers.uploads", "load", "trace", "engine", "audit", "testing",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},

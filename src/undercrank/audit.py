@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from undercrank.engine import accelerate, family_of_pipeline
+from undercrank.levers import knobs
 from undercrank.records import BadInput, Record, RunFailed, UndercrankError
 from undercrank.rig import Rig
 from undercrank.screen import print_json, table
@@ -193,8 +194,8 @@ def logical_device(pipe: Any) -> Iterator[Auditor]:
 def stalls(pipe: Any, inputs: Mapping[str, Any], **levers: Any) -> Stalls:
     """Run `pipe(**inputs)` on the logical device and count what would block inside its denoising loop.
 
-    levers: as for `accelerate` (`host_sync="auto"`); none: the stock pipeline. Raises what the pipeline raises.
-    The pipeline is left as it was found.
+    levers: as for `accelerate` (`host_sync="auto"`), any other is off; none: the stock pipeline. Raises what the
+    pipeline raises. The pipeline is left as it was found.
     """
     return stalls_and_result(pipe, inputs, **levers)[0]
 
@@ -208,7 +209,8 @@ def stalls_and_result(
     """
     with ExitStack() as stack:
         auditor = stack.enter_context(logical_device(pipe))
-        run = stack.enter_context(accelerate(pipe, **levers)) if levers else None
+        others = {knob: "off" for knob in knobs()}  # what was not asked for stays out of the count
+        run = stack.enter_context(accelerate(pipe, **{**others, **levers})) if levers else None
         if run is not None:
             rig = run.rig
         else:
@@ -423,6 +425,10 @@ class _Factories(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_LIBRARY: list[Any] = []
+"Kept alive: a registration ends with its library."
+
+
 @functools.cache
 def _register_device() -> None:
     """Once per process: torch lets a process name one such device."""
@@ -442,6 +448,9 @@ def _register_device() -> None:
             pass
 
     _setup_privateuseone_for_python_backend(DEVICE, backend_module=Backend())
+    # Inside `torch.autocast` nothing is cast: models that ask for it cast to the precision which they have here.
+    _LIBRARY.append(torch.library.Library("_", "IMPL", "AutocastPrivateUse1"))
+    _LIBRARY[0].fallback(torch.library.fallthrough_kernel)
 
 
 def _modules(pipe: Any) -> list[torch.nn.Module]:

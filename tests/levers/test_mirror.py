@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from undercrank.levers.mirror import Mirror, mirror, plain
+from undercrank.levers.mirror import Mirror, mask, mirror, plain
 
 
 @pytest.fixture
@@ -74,3 +74,64 @@ def test_a_compiled_function_takes_one() -> None:
     value = mirror(torch.arange(3.0), "cpu")
     double = torch.compile(lambda t, x: x * (t.expand(3) / 10), backend="eager", fullgraph=True)
     assert torch.equal(double(value[2], torch.ones(3)), torch.full((3,), 0.2))
+
+
+# --------------------------------------------------------------------------- masks, joins, writes
+
+
+def test_a_list_of_timesteps_becomes_a_tensor(twin: Mirror) -> None:
+    assert torch.tensor([twin[3]] * 2).tolist() == [3, 3] and torch.tensor([twin[3] / 2]).item() == 1.5
+
+
+def test_rounding_and_the_nearest_are_found_on_the_host(twin: Mirror) -> None:
+    assert torch.floor(twin[3] / 2).item() == 1 and (twin - 4).abs().argmin().item() == 4
+
+
+def test_an_index_of_a_device_table_comes_from_the_device() -> None:
+    index = Mirror(torch.tensor([2]), torch.tensor([1]), leads_on_host=False)
+    assert torch.arange(5)[index].item() == 2
+
+
+def test_a_write_reaches_both_sides(twin: Mirror) -> None:
+    twin[2:4] = 7
+    twin[0] += 5
+    assert plain(twin)[:4].tolist() == [105, 101, 7, 7] and twin.tolist()[:4] == [5, 1, 7, 7]
+
+
+def test_a_write_of_device_values_is_copied_to_the_host(twin: Mirror) -> None:
+    twin[:2].mul_(torch.tensor([3, 2]))
+    assert plain(twin)[:2].tolist() == [300, 202]
+
+
+def test_parts_are_joined_on_both_sides(twin: Mirror) -> None:
+    joined = torch.cat([twin[:2], twin[4:5]])
+    assert isinstance(joined, Mirror) and joined.tolist() == [0, 1, 4] and plain(joined).tolist() == [100, 101, 104]
+
+
+def test_a_plain_part_is_read_before_the_loop_only() -> None:
+    for before, kind in ((True, Mirror), (False, torch.Tensor)):
+        twin = mirror(torch.arange(3), "cpu", may_read=lambda before=before: before)
+        assert type(torch.cat([torch.tensor([9]), twin])) is kind
+
+
+@pytest.fixture
+def words() -> Mirror:
+    return mask(torch.tensor([True, False, True, True]), torch.tensor([True, False, True, True]))
+
+
+def test_a_mask_selects_by_what_the_host_knows(words: Mirror) -> None:
+    text = torch.arange(8).view(4, 2)
+    assert text[words].tolist() == [[0, 1], [4, 5], [6, 7]] and text[~words].tolist() == [[2, 3]]
+    assert words[words].tolist() == [True] * 3 and bool(torch.any(words)) and not torch.all(words)
+
+
+def test_what_was_asked_of_a_mask_is_not_worked_out_again(words: Mirror) -> None:
+    first, second = words.nonzero(), words.nonzero()
+    assert first.on_device is second.on_device and first.tolist() == [[0], [2], [3]]
+    words[1] = True
+    assert words.nonzero().tolist() == [[0], [1], [2], [3]]
+
+
+def test_stacked_masks_are_given_to_the_model_as_plain_tensors(words: Mirror) -> None:
+    assert type(torch.stack([words, words])) is torch.Tensor
+    assert isinstance(torch.cat([words, words]), Mirror)

@@ -7,6 +7,7 @@ C++ indexing asks for the scalar, and only the dispatcher sees that question.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +19,23 @@ aten = torch.ops.aten
 # Only operations on which host and device agree to the bit (IEEE basic arithmetic, comparisons, views): the
 # twin answers host reads, so a twin that was an ulp off could take another branch than stock does.
 _EXACT_NAMES = (
-    "select slice alias detach view unsqueeze squeeze lift_fresh unbind flip _unsafe_view clone "
-    "add sub rsub mul div neg abs floor_divide ge gt le lt eq ne"
+    "select slice alias detach view unsqueeze squeeze lift_fresh unbind flip _unsafe_view _reshape_alias transpose "
+    "clone add sub rsub mul div neg abs floor_divide floor ceil trunc clamp ge gt le lt eq ne "
+    "argmin argmax any all logical_not bitwise_not"
 )
-_EXACT_OPS = {
-    getattr(packet, overload)
-    for packet in (getattr(aten, name) for name in _EXACT_NAMES.split())
-    for overload in packet.overloads()
-    if "out" not in overload
-}
+
+
+def _overloads(names: str) -> frozenset[Any]:
+    packets = [getattr(aten, name) for name in names.split()]
+    return frozenset(getattr(p, overload) for p in packets for overload in p.overloads() if "out" not in overload)
+
+
+_EXACT_OPS = _overloads(_EXACT_NAMES)
+_SPREADING = _overloads("expand repeat")
+"Make the argument of a model out of a timestep: there a plain tensor serves. Exact too."
+_JOINING = _overloads("cat stack")
+_WRITING = _overloads("copy_ fill_ zero_ add_ sub_ mul_ div_ neg_")
+"In-place operations whose result is the same on either side."
 
 
 class Mirror(torch.Tensor):
@@ -37,9 +46,20 @@ class Mirror(torch.Tensor):
     on_device: torch.Tensor
     on_host: torch.Tensor
     leads_on_host: bool
+    may_read: Callable[[], bool] | None
+    "Whether a plain tensor that is joined to this one may be read now: before the loop it may."
+    memo: dict[Any, Any] | None
+    "Of a mask, which does not change during a generation: what was computed from it before."
 
     @staticmethod
-    def __new__(cls, on_device: torch.Tensor, on_host: torch.Tensor, leads_on_host: bool) -> Mirror:
+    def __new__(
+        cls,
+        on_device: torch.Tensor,
+        on_host: torch.Tensor,
+        leads_on_host: bool,
+        may_read: Callable[[], bool] | None = None,
+        memo: dict[Any, Any] | None = None,
+    ) -> Mirror:
         lead = on_host if leads_on_host else on_device
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -51,12 +71,34 @@ class Mirror(torch.Tensor):
             device=lead.device,
         )
         self.on_device, self.on_host, self.leads_on_host = on_device, on_host, leads_on_host
+        self.may_read, self.memo = may_read, memo
         return self
 
     @property
     def lead(self) -> torch.Tensor:
         """The plain tensor that stock code would hold in its place."""
         return self.on_host if self.leads_on_host else self.on_device
+
+    def like(self, on_device: torch.Tensor, on_host: torch.Tensor) -> Mirror:
+        """Another one, computed from this one."""
+        memo: dict[Any, Any] | None = None if self.memo is None else {}
+        return Mirror(on_device, on_host, self.leads_on_host, self.may_read, memo)
+
+    # Asked directly and not through the dispatcher: `torch.tensor([t])` asks where the dispatcher is switched off.
+    def item(self) -> Any:
+        return self.on_host.item()
+
+    def __index__(self) -> int:
+        return self.on_host.__index__()
+
+    def __int__(self) -> int:
+        return int(self.on_host)
+
+    def __float__(self) -> float:
+        return float(self.on_host)
+
+    def __bool__(self) -> bool:
+        return bool(self.on_host)
 
     def tolist(self) -> Any:
         return self.on_host.tolist()
@@ -65,7 +107,7 @@ class Mirror(torch.Tensor):
         return self.on_host.numpy(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mirror:
-        return Mirror(self.on_device.clone(), self.on_host.clone(), self.leads_on_host)
+        return self.like(self.on_device.clone(), self.on_host.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.lead.__reduce_ex__(protocol)
@@ -85,25 +127,30 @@ class Mirror(torch.Tensor):
         kwargs = kwargs or {}
         if func in _HOST_ANSWERS:
             return func(*tree_map(_host, args), **kwargs)
-        if func is aten._to_copy.default:
-            return _copied(args[0], kwargs)
-        mirrors = [arg for arg in args if isinstance(arg, Mirror)]
-        if func in _EXACT_OPS and not kwargs and _same_side(mirrors) and _others_are_scalars(args):
-            return _paired(func, args, mirrors[0].leads_on_host)
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        subject = args[0] if args else None
+        if isinstance(subject, Mirror) and subject.memo is not None:
+            return _remembered(subject, func, args, kwargs)
+        return _answer(func, args, kwargs)
 
 
-# Reads that end on the host: answered there. `nonzero` is consumed by index_for_timestep, whose `.item()` follows.
-_HOST_ANSWERS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
+_HOST_ANSWERS = {aten._local_scalar_dense.default, aten.equal.default}
+"Reads that end on the host."
 
 
-def mirror(tensor: torch.Tensor, device: torch.device | str) -> Mirror:
+def mirror(tensor: torch.Tensor, device: torch.device | str, may_read: Callable[[], bool] | None = None) -> Mirror:
     """Both twins of a schedule tensor: one copy of the whole of it, before the loop."""
     if isinstance(tensor, Mirror):
         return tensor
     if tensor.device.type == "cpu":
-        return Mirror(tensor.to(device), tensor, leads_on_host=torch.device(device).type != "cpu")
-    return Mirror(tensor, tensor.to("cpu"), leads_on_host=False)
+        return Mirror(tensor.to(device), tensor, torch.device(device).type != "cpu", may_read)
+    return Mirror(tensor, tensor.to("cpu"), leads_on_host=False, may_read=may_read)
+
+
+def mask(on_device: torch.Tensor, on_host: torch.Tensor | None = None) -> Mirror:
+    """A tensor that is the same throughout a generation: what is asked of it is worked out once."""
+    if isinstance(on_device, Mirror):
+        return on_device
+    return Mirror(on_device, on_device.to("cpu") if on_host is None else on_host, leads_on_host=False, memo={})
 
 
 def plain(value: Any) -> Any:
@@ -111,8 +158,76 @@ def plain(value: Any) -> Any:
     return value.lead if isinstance(value, Mirror) else value
 
 
+def sent(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device that nobody waits for. From pinned memory: CUDA would wait for any other."""
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
+
+
 def _host(value: Any) -> Any:
     return value.on_host if isinstance(value, Mirror) else value
+
+
+# --------------------------------------------------------------------------- one operation
+
+
+def _answer(func: Any, args: Any, kwargs: Any) -> Any:
+    subject: Any = args[0] if args else None
+    if func is aten._to_copy.default:
+        return _copied(subject, kwargs)
+    if func is aten.nonzero.default:
+        return _positions(subject)
+    if func is aten.index.Tensor:
+        return _indexed(func, *args)
+    if func._schema.is_mutable:
+        return _written(func, args, kwargs)
+    if func in _JOINING and not kwargs:
+        return _joined(func, args)
+    if _is_exact(func, subject) and not kwargs:
+        mirrors = [arg for arg in args if isinstance(arg, Mirror)]
+        if mirrors and _same_side(mirrors) and _others_are_scalars(args):
+            return _paired(func, args, mirrors[0])
+    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _is_exact(func: Any, subject: Any) -> bool:
+    if func in _EXACT_OPS:
+        return True
+    spreads = func in _SPREADING and isinstance(subject, Mirror)
+    return spreads and (subject.leads_on_host or subject.memo is not None or subject.dim() > 1)
+
+
+def _remembered(subject: Mirror, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same question about a mask gets the same answer, unless the mask was written into meanwhile."""
+    assert subject.memo is not None
+    if func._schema.is_mutable:
+        return _answer(func, args, kwargs)
+    try:
+        key = (func, args[1:], tuple(kwargs.items()), _version(subject))
+        known = subject.memo.get(key)
+    except TypeError:  # an argument that is a list: not looked up
+        return _answer(func, args, kwargs)
+    if known is None:
+        known = _answer(func, args, kwargs)
+        if _is_two_sided(known):
+            subject.memo[key] = known
+    return _again(known)
+
+
+def _is_two_sided(answer: Any) -> bool:
+    return all(isinstance(part, Mirror) for part in (answer if isinstance(answer, list | tuple) else (answer,)))
+
+
+def _again(answer: Any) -> Any:
+    """Another wrapper of the same: torch gives each result of a view its own history."""
+    if isinstance(answer, Mirror):
+        return Mirror(answer.on_device, answer.on_host, answer.leads_on_host, answer.may_read, answer.memo)
+    return type(answer)(_again(part) for part in answer) if isinstance(answer, list | tuple) else answer
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copied(source: Mirror, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -124,8 +239,77 @@ def _copied(source: Mirror, kwargs: dict[str, Any]) -> torch.Tensor:
         return copy(source.on_host, **cast)
     if target.type == source.on_device.device.type and target.index in (None, source.on_device.device.index):
         device_twin = copy(source.on_device, **cast) if cast or not source.leads_on_host else source.on_device
-        return Mirror(device_twin, copy(source.on_host, **cast), leads_on_host=False)
+        result = source.like(device_twin, copy(source.on_host, **cast))
+        result.leads_on_host = False
+        return result
     return copy(source.lead, **kwargs)
+
+
+def _positions(source: Mirror) -> torch.Tensor:
+    """`nonzero` of a schedule is consumed by index_for_timestep, whose `.item()` follows: the host's own will do.
+
+    Of a mask it selects tokens: both sides.
+    """
+    on_host = aten.nonzero.default(source.on_host)
+    return on_host if source.memo is None else source.like(sent(on_host, source.on_device.device), on_host)
+
+
+def _indexed(func: Any, table: Any, indices: list[Any]) -> Any:
+    """A table, an index or both are two-sided: no boolean mask and no host index reaches the device."""
+    device = plain(table).device
+    on_side = [part for index in indices for part in _index_for(index, device)]
+    on_device = func(plain(table), on_side)
+    if not isinstance(table, Mirror) or table.leads_on_host or any(_is_device_only(index) for index in indices):
+        return on_device
+    return table.like(on_device, func(table.on_host, [_host(index) for index in indices]))
+
+
+def _index_for(index: Any, device: torch.device) -> list[Any]:
+    """What the table's device is given: positions in place of a mask, sent ahead where they are the host's."""
+    if isinstance(index, Mirror):
+        if index.dtype in (torch.bool, torch.uint8) and device.type != "cpu":
+            places = index.nonzero()
+            places = places.on_device if isinstance(places, Mirror) else sent(places, device)
+            return list(places.unbind(1))
+        return [index.on_device if index.on_device.device == device else index.lead]
+    if index is not None and index.device != device and index.dtype not in (torch.bool, torch.uint8):
+        return [sent(index, device)]
+    return [index]
+
+
+def _is_device_only(index: Any) -> bool:
+    return index is not None and not isinstance(index, Mirror) and index.device.type != "cpu"
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """In place: the other twin is written too, or where that could differ, copied from the leading one."""
+    target = args[0]
+    func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    if not isinstance(target, Mirror):
+        return target
+    other = target.on_device if target.leads_on_host else target.on_host
+    if func in _WRITING and not target.leads_on_host and not kwargs and not any(map(_is_on_device, args[1:])):
+        func(other, *map(_host, args[1:]))
+    else:
+        other.copy_(target.lead)
+    return target
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, Mirror) and value.device.type != "cpu"
+
+
+def _joined(func: Any, args: Any) -> Any:
+    """Two-sided if all parts are. Before the loop a plain part is read for it; masks are stacked for a model."""
+    parts = args[0]
+    first = next((part for part in parts if isinstance(part, Mirror)), None)
+    stacked = first is not None and first.memo is not None and func in _overloads("stack")
+    if first is not None and first.may_read is not None and first.may_read():
+        parts = [part if isinstance(part, Mirror) else mirror(part, first.device) for part in parts]
+    if first is None or stacked or not all(isinstance(part, Mirror) for part in parts) or not _same_side(parts):
+        return func(*tree_map(plain, args))
+    rest = args[1:]
+    return first.like(func([p.on_device for p in parts], *rest), func([p.on_host for p in parts], *rest))
 
 
 def _same_side(mirrors: list[Mirror]) -> bool:
@@ -138,10 +322,10 @@ def _others_are_scalars(args: Any) -> bool:
     return all(other.device.type == "cpu" and other.dim() == 0 for other in others)
 
 
-def _paired(func: Any, args: Any, leads_on_host: bool) -> Any:
+def _paired(func: Any, args: Any, source: Mirror) -> Any:
     on_device = func(*[arg.on_device if isinstance(arg, Mirror) else arg for arg in args])
     on_host = func(*[_host(arg) for arg in args])
     if isinstance(on_device, list | tuple):
         pairs = zip(on_device, on_host, strict=True)
-        return type(on_device)(Mirror(d, h, leads_on_host) for d, h in pairs)
-    return Mirror(on_device, on_host, leads_on_host)
+        return type(on_device)(source.like(d, h) for d, h in pairs)
+    return source.like(on_device, on_host)

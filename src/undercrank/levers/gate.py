@@ -1,0 +1,172 @@
+"""Where a pipeline calls its denoiser: what goes in there is plain, but for the masks that a model reads back.
+
+Imported inside host_sync's `engage` only, since it needs torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from undercrank.levers.mirror import Mirror, mask
+from undercrank.levers.uploads import Watch
+from undercrank.undo import appended, swap_attr, swap_class
+
+if TYPE_CHECKING:
+    from undercrank.rig import Rig
+
+ENCODED: dict[str, dict[str, tuple[int, ...]]] = {
+    # transformer_hunyuan_video15.py:743-763 selects tokens by these masks, :701 asks whether there is a picture
+    "HunyuanVideo15Pipeline": {"encode_prompt": (1, 3)},
+    "HunyuanVideo15ImageToVideoPipeline": {"encode_prompt": (1, 3), "encode_image": (0,)},
+    # attention_processor.py:1068 looks up the valid tokens of each prompt in each block
+    "MochiPipeline": {"encode_prompt": (1, 3)},
+}
+"Masks that a model reads back in its forward: pipeline, its method that makes them, which of its results."
+
+READERS = frozenset({"HunyuanVideo15Transformer3DModel", "MochiTransformer3DModel"})
+"The models that do; any other gets plain tensors."
+
+ZEROS = {"HunyuanVideo15Pipeline": ("image_embeds",)}
+"Arguments that a pipeline makes of zeros, before its loop (pipeline_hunyuan_video1_5.py:719)."
+
+CONSTANTS = frozenset({"HunyuanVideo15Transformer3DModel"})
+"Models that select by masks of zeros or ones made in the forward (transformer_hunyuan_video15.py:704-714)."
+
+
+@contextmanager
+def gated(rig: Rig, watch: Watch) -> Iterator[None]:
+    """On: each denoiser and each of its lists of blocks is of a subclass. Off: as they were."""
+    with ExitStack() as stack:
+        for denoiser in rig.denoisers:
+            stack.enter_context(_gate(denoiser, _Gate(rig, watch, denoiser)))
+            for blocks in () if _is_compiled(denoiser) else _block_lists(denoiser):
+                stack.enter_context(swap_class(blocks, _unwatched(type(blocks), watch)))
+        yield
+
+
+@contextmanager
+def twins_of_masks(rig: Rig) -> Iterator[None]:
+    """The pipeline's own encoding, with a host twin to each mask that it returns: read there, before the loop."""
+    with ExitStack() as stack:
+        for name, places in ENCODED.get(type(rig.pipe).__name__, {}).items():
+            stack.enter_context(swap_attr(rig.pipe, name, _twinned(rig, getattr(rig.pipe, name), places)))
+        yield
+
+
+def _twinned(rig: Rig, original: Any, places: tuple[int, ...]) -> Any:
+    @functools.wraps(original)
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if not rig.called:
+            return found
+        if isinstance(found, torch.Tensor):
+            return mask(found)
+        return tuple(mask(f) if i in places and f is not None else f for i, f in enumerate(found))
+
+    return encode
+
+
+class _Gate:
+    """What one denoiser is given."""
+
+    def __init__(self, rig: Rig, watch: Watch, denoiser: Any) -> None:
+        name = type(denoiser).__name__
+        self.rig, self.watch = rig, watch
+        self.reads_masks = name in READERS
+        self.knows_constants = name in CONSTANTS
+        self.zeros = ZEROS.get(type(rig.pipe).__name__, ())
+        self._made: dict[str, tuple[torch.Tensor, Mirror]] = {}
+
+    def call(self, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        if not self.rig.running:
+            return forward(*args, **kwargs)
+        whole = _is_compiled(module)
+        masks_stay = self.reads_masks and not whole
+        args, kwargs = tree_map(lambda value: _given(value, masks_stay), (args, kwargs))
+        if masks_stay:
+            kwargs |= {name: self._zeros(name, kwargs[name]) for name in self.zeros if name in kwargs}
+        mode = self.watch.mode
+        mode.knows_constants = self.knows_constants
+        try:
+            with self.watch.suspended() if whole else nullcontext():
+                return forward(*args, **kwargs)
+        finally:
+            mode.knows_constants = False
+
+    def _zeros(self, name: str, value: Any) -> Any:
+        """The same Mirror for the same tensor, so that what follows from it is worked out once."""
+        if isinstance(value, Mirror):
+            return value
+        if name not in self._made or self._made[name][0] is not value:
+            on_host = torch.zeros((), dtype=value.dtype).expand(value.shape)
+            self._made[name] = (value, mask(value, on_host))
+        return self._made[name][1]
+
+    def forget(self, error: BaseException | None) -> None:
+        self._made.clear()
+
+
+def _given(value: Any, masks_stay: bool) -> Any:
+    """A plain tensor, and one without a history: a compiler looks at what a view (`t.expand(2)`) is a view of."""
+    if isinstance(value, Mirror):
+        return value if masks_stay and value.memo is not None else value.lead
+    return value.data if isinstance(value, torch.Tensor) and isinstance(value._base, Mirror) else value
+
+
+@contextmanager
+def _gate(denoiser: Any, gate: _Gate) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(appended(gate.rig.at_end, gate.forget))
+        if "_orig_mod" in denoiser._modules:  # of `torch.compile(model)`: it hands every attribute on, its class too
+            inner = denoiser.forward
+            forward = functools.wraps(inner)(lambda *args, **kwargs: gate.call(denoiser, inner, args, kwargs))
+            stack.enter_context(swap_attr(denoiser, "forward", forward))
+        else:
+            stack.enter_context(swap_class(denoiser, _called_through(type(denoiser), gate)))
+        yield
+
+
+def _called_through(cls: Any, gate: _Gate) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return gate.call(self, functools.partial(cls.__call__, self), args, kwargs)
+
+    return _subclass(cls, {"__call__": __call__})
+
+
+def _unwatched(cls: Any, watch: Watch) -> type:
+    """A list of blocks during whose iteration uploads are not looked for: thousands of operations, none of them one."""
+
+    def __iter__(self: Any) -> Any:
+        return cls.__iter__(self) if torch.compiler.is_compiling() else _iterated(cls, self, watch)
+
+    return _subclass(cls, {"__iter__": __iter__})
+
+
+def _iterated(cls: Any, blocks: Any, watch: Watch) -> Iterator[Any]:
+    with watch.suspended():
+        yield from cls.__iter__(blocks)
+
+
+def _subclass(cls: Any, body: dict[str, Any]) -> type:
+    return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _block_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """The outermost lists of blocks."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _block_lists(child)
+
+
+def _is_compiled(module: Any) -> bool:
+    """As a whole: then nothing of ours may be in the way of the compiler."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
