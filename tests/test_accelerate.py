@@ -251,3 +251,96 @@ def test_an_exception_in_a_forward_under_a_guider_that_installs_hooks_leaves_the
             film(pipe)
         del pipe.transformer.forward
         assert len(calls) == 8 and torch.equal(film(pipe), good)
+
+
+# --------------------------------------------------------------------------- what people do inside a block
+
+
+def test_a_copy_made_inside_the_block_runs_itself(pipe) -> None:
+    import copy
+
+    good = film(pipe)
+    with undercrank.accelerate(pipe, host_sync="off") as run:
+        film(pipe)
+        other = copy.deepcopy(pipe)
+        for parameter in other.transformer.parameters():
+            parameter.data.zero_()
+        assert not torch.equal(film(other), good)
+        assert run.calls == 1
+    film(other)
+    assert torch.equal(film(pipe), good)
+
+
+def test_another_scheduler_or_dtype_given_inside_the_block_is_planned_for(pipe) -> None:
+    with undercrank.accelerate(pipe, host_sync="on") as run:
+        film(pipe)
+        pipe.scheduler = type(pipe.scheduler).__mro__[1].from_config(pipe.scheduler.config)
+        film(pipe)
+        assert run.receipts[0].complaints == ()
+        pipe.transformer.to(torch.float64)
+        pipe.text_encoder.to(torch.float64)
+        with contextlib.suppress(RuntimeError):  # whether the pipeline can is its own affair
+            film(pipe)
+        assert pipe.transformer.dtype == torch.float64
+    assert type(pipe.scheduler).__module__.startswith("diffusers")
+    assert "_known" not in vars(type(pipe.scheduler))
+
+
+def test_blocks_of_two_pipelines_that_share_parts_nest(pipe) -> None:
+    other = type(pipe)(**pipe.components)
+    other.set_progress_bar_config(disable=True)
+    good = film(pipe)
+    before = fingerprint(pipe)
+    with undercrank.accelerate(pipe, host_sync="on"), undercrank.accelerate(other, host_sync="on"):
+        assert torch.equal(film(other), good)
+        assert torch.equal(film(pipe), good)
+    assert differences(before, fingerprint(pipe)) == []
+
+
+def test_blocks_of_two_pipelines_that_share_parts_left_in_the_wrong_order_are_told_of(pipe) -> None:
+    other = type(pipe)(**pipe.components)
+    first, second = undercrank.accelerate(pipe), undercrank.accelerate(other)
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(RuntimeError, match="wrong order"):
+        first.__exit__(None, None, None)
+
+
+def test_threads_of_one_block_take_turns(pipe) -> None:
+    import threading
+
+    good, films = film(pipe), []
+    with undercrank.accelerate(pipe, host_sync="on") as run:
+        threads = [threading.Thread(target=lambda: films.append(film(pipe))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert run.calls == 3
+    assert len(films) == 3 and all(torch.equal(each, good) for each in films)
+
+
+@pytest.mark.parametrize("thing", [None, "pipe", torch.nn.Linear(1, 1)])
+def test_what_is_no_pipeline_is_refused(thing) -> None:
+    with pytest.raises(BadInput, match="loaded diffusers pipeline"), undercrank.accelerate(thing):
+        pytest.fail("entered")
+
+
+def test_a_schedule_of_the_callers_own_is_counted_as_its_steps() -> None:
+    import numpy as np
+
+    pipe = tiny_pipeline("hunyuanvideo")
+    pipe.set_progress_bar_config(disable=True)
+    inputs = tiny_inputs("hunyuanvideo", steps=4)
+    inputs.pop("num_inference_steps")
+    with undercrank.accelerate(pipe) as run, torch.no_grad():
+        pipe(**inputs, sigmas=np.linspace(1.0, 0.25, 3))
+    assert run.plan.request.num_inference_steps == 3
+
+
+def test_numpy_numbers_are_numbers(pipe) -> None:
+    import numpy as np
+
+    with undercrank.accelerate(pipe) as run, torch.no_grad():
+        pipe(**(tiny_inputs(pipe, steps=3) | {"num_inference_steps": np.int64(3)}))
+    assert run.plan.request.num_inference_steps == 3

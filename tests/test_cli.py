@@ -71,7 +71,7 @@ def test_the_report_tells_the_whole_story(undercrank) -> None:
     assert undercrank("generate", PROMPT, *SMALL, "--seed", "3", "-o", "o.mp4", "--report", "o.json", "--quiet")[0] == 0
     report = json.loads(Path("o.json").read_text())
     assert report["trace"]["calls"] == {"cond": 2, "uncond": 2} and len(report["trace"]["step_ms"]) == 2
-    assert set(report["trace"]["stage_s"]) == {"load", "text", "denoise", "decode"}
+    assert set(report["trace"]["stage_s"]) == {"load", "text", "denoise", "decode", "encode"}
     assert report["plan"]["decisions"][0]["reason"] and report["frames_hash"] and report["trace"]["peak_bytes"] > 0
 
 
@@ -277,3 +277,19 @@ def test_a_kill_while_encoding_leaves_no_half_file_under_the_final_name(tmp_path
     process.kill()
     process.communicate(timeout=60)
     assert not (tmp_path / "o.mp4").exists()
+
+
+# --------------------------------------------------------------------------- bench
+
+
+def test_bench_compares_two_sides_and_keeps_the_row_when_asked(undercrank) -> None:
+    sides = ["--a", "host_sync=off", "--b", "host_sync=on", "--pairs", "1"]
+    code, out, _ = undercrank("bench", PROMPT, *SMALL, *sides, "--keep")
+    assert code == 0 and "the same frames, bit for bit" in out and "run 2 B" in out
+    row = json.loads(Path(os.environ["UNDERCRANK_LEDGER"]).read_text())
+    assert row["lever"] == "host_sync" and row["gain"] > 0 and row["distances"]["max_abs"] == 0
+    assert row["id"] in undercrank("plan", PROMPT, *SMALL, "--json")[1] or row["device"]
+
+
+def test_bench_refuses_what_plan_refuses(undercrank) -> None:
+    refused(undercrank("bench", PROMPT, "--a", "host_synk=off"), 2, "host_sync")

@@ -363,3 +363,92 @@ def test_an_unreadable_picture_is_refused_before_loading(engine, tmp_path, monke
     monkeypatch.setattr(engine_module, "load", lambda *a, **k: pytest.fail("loaded"))
     with pytest.raises(BadInput):
         engine.generate(Request(prompt="x", model="wan2.1-14b-480p-i2v", image=str(tmp_path / "p.png")))
+
+
+# --------------------------------------------------------------------------- a pipeline at hand, threads, closing
+
+
+def test_a_pipeline_at_hand_makes_clips_and_stays_loaded(folder):
+    import diffusers
+
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    before = type(pipe)
+    with Engine(pipe=pipe) as engine:
+        asked = Request(prompt="a ball", model="ltx-video", seed=1, **ASKED)
+        clip = engine.generate(asked)
+    assert clip.report.request.model == "wan2.1-1.3b" and clip.report.plan.load.source == "live"
+    assert clip.report.plan.load.parameters < 10**7, "counted in the pipeline, not in the family's row"
+    assert type(pipe) is before and "progress_bar" not in vars(pipe)
+
+
+def test_a_closed_engine_makes_no_more_clips(request_):
+    engine = Engine()
+    engine.close()
+    with pytest.raises(RunFailed, match="closed"):
+        engine.generate(request_)
+
+
+def test_an_engine_makes_one_clip_at_a_time(engine, request_):
+    refused = []
+
+    def listener(event):
+        if event.stage == "denoise" and event.done == 1:
+            with pytest.raises(RunFailed, match="another clip") as caught:
+                engine.generate(request_)
+            refused.append(caught)
+
+    engine.generate(request_, listener=listener)
+    assert len(refused) == 1
+
+
+def test_engines_in_threads_load_one_after_the_other(request_):
+    hashes, errors = [], []
+
+    def make():
+        try:
+            with Engine() as engine:
+                hashes.append(engine.generate(request_).report.frames_hash)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and len(hashes) == 3 and len(set(hashes)) == 1
+
+
+def test_the_load_is_told_once(engine, request_):
+    first, second = engine.generate(request_).report.trace, engine.generate(request_).report.trace
+    assert first.load_bytes > 0 and first.stage_s["load"] > 0
+    assert second.load_bytes == 0 and second.stage_s["load"] == 0
+
+
+def test_engines_closed_in_the_order_they_were_opened_leave_the_libraries_as_they_were(request_):
+    import diffusers.utils.logging as theirs
+
+    before = theirs._tqdm_active
+    first, second = Engine(), Engine()
+    first.generate(request_)
+    assert theirs._tqdm_active is before, "the user's own bars are on while an engine is open"
+    second.generate(request_)
+    first.close()
+    second.close()
+    assert theirs._tqdm_active is before
+
+
+def test_a_class_that_is_in_no_row_has_no_facts_of_another_model():
+    import diffusers
+
+    from undercrank.engine import family_of_pipeline
+    from undercrank.testing import tiny_pipeline
+
+    class Unheard(diffusers.WanPipeline):
+        pass
+
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.__class__ = Unheard
+    row = family_of_pipeline(pipe)
+    assert row.id == "unknown:Unheard" and row.max_sequence_length is None and row.transformer_params == 0

@@ -246,7 +246,9 @@ def test_everything_asked_for_is_written(engine: type[PretendedEngine], tmp_path
     assert (tmp_path / "a.mkv").read_text() == "master"
     report = Report.from_json((tmp_path / "a.json").read_text(), levers=ORDER)
     assert report.request.prompt == "a red ball"
-    assert json.loads((tmp_path / "a.mp4").read_text()) == report.to_dict()
+    recipe, told = json.loads((tmp_path / "a.mp4").read_text()), report.to_dict()
+    assert told["trace"]["stage_s"].pop("encode") >= 0  # the clip itself cannot know how long its writing took
+    assert recipe == told
     assert not list(tmp_path.glob("*.part*"))
 
 
@@ -432,3 +434,36 @@ def test_a_recipe_is_shown_in_words_and_as_json(engine: type[PretendedEngine]) -
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(NotFound, match="there is no file nowhere.mp4"):
         recipe_in_words(Path("nowhere.mp4"), as_json=False)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"request": "hello"},
+        {"request": {}, "plan": {"decisions": [{"foo": 1}]}, "machine": {}, "trace": {}, "notes": []},
+        {"request": {}, "plan": {"decisions": []}, "machine": "m", "trace": {}, "notes": []},
+        {"request": {}, "plan": {"decisions": []}, "machine": {}, "trace": {}, "notes": 3},
+    ],
+)
+def test_a_recipe_that_is_not_ours_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any]
+) -> None:
+    file = tmp_path / "a.mp4"
+    file.write_bytes(b"")
+    monkeypatch.setattr(oneshot, "read_recipe", lambda path: recipe)
+    with pytest.raises(BadInput, match="not one of undercrank's"):
+        oneshot.recipe_in_words(file, as_json=False)
+
+
+def test_a_prompt_from_elsewhere_does_not_steer_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.mp4"
+    file.write_bytes(b"")
+    recipe = {
+        "request": {"prompt": "\x1b]0;owned\x07"},
+        "plan": {"decisions": []},
+        "machine": {},
+        "trace": {},
+        "notes": [],
+    }
+    monkeypatch.setattr(oneshot, "read_recipe", lambda path: recipe)
+    assert "\x1b" not in oneshot.recipe_in_words(file, as_json=False)

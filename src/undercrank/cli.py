@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +68,9 @@ def console() -> None:
 
 def main() -> None:
     """The command: every foreseen error is one line and an exit code. Ends in SystemExit."""
+    # A daemon may start us with these closed; then nobody listens, and nothing may fail for that.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     with one_line_errors(debug="--debug" in sys.argv, as_json="--json" in sys.argv):
         app()
 
@@ -202,6 +206,36 @@ def audit(
         auditor.show_one(pipeline, steps=steps, scheduler=scheduler, wishes=wishes, as_json=as_json)
 
 
+@app.command()
+def bench(
+    prompt: PromptArg = "a red ring moves left on a navy background", model: Model = "flipbook",
+    a: Annotated[list[str] | None, typer.Option("--a", metavar="NAME=VALUE", help="Levers of side A.")] = None,
+    b: Annotated[list[str] | None, typer.Option("--b", metavar="NAME=VALUE", help="Levers of side B.")] = None,
+    pairs: Annotated[int, typer.Option("--pairs", help="Timed runs of each side, in the order A B B A.")] = 2,
+    keep: Annotated[bool, typer.Option("--keep", help="Write the row into this machine's ledger.")] = False,
+    negative_prompt: Negative = None, image: ImageFile = None, size: Size = None, frames: Frames = None,
+    steps: Steps = None, guidance: Guidance = None, seed: Seed = 1, fidelity: FidelityWord = "faithful",
+    device: DeviceName = None, dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False,
+    local_files_only: LocalOnly = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Time levers against each other on the same seed, in both orders, and compare the films."""
+    from undercrank import oneshot
+    from undercrank.words import as_wishes
+
+    asked = _request(prompt, model, negative_prompt, image, size, frames, None, steps, guidance, seed, fidelity, None,
+                     device, dtype)  # fmt: skip
+    sides = (replace(asked, wishes=as_wishes(a or [])), replace(asked, wishes=as_wishes(b or [])))
+    oneshot.run_bench(
+        *sides,
+        pairs=pairs,
+        keep=keep,
+        allow_pickle=allow_pickle,
+        local_files_only=local_files_only,
+        as_json=as_json,
+        on_cancellable=_stop_on_signal,
+    )
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"undercrank {__version__}")
@@ -297,14 +331,16 @@ def _tell(error: UndercrankError, *, debug: bool, as_json: bool) -> None:
 
 
 @contextmanager
-def _stop_on_signal(cancel: Callable[[str], None]) -> Iterator[None]:
+def _stop_on_signal(cancel: Callable[[str], bool]) -> Iterator[None]:
     """The first Ctrl-C (or TERM) cancels within one step; a second one does not wait for that."""
 
     def first(number: int, frame: Any) -> None:
         signal.signal(number, signal.default_int_handler)
-        cancel("cancelled")
+        if not cancel("cancelled"):  # no step is under way that would notice: a load or a decode ends by exception
+            raise KeyboardInterrupt
 
-    kept = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    kept = {number: signal.signal(number, first) for number in heeded}
     try:
         yield
     finally:

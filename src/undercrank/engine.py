@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -107,8 +109,11 @@ class Engine:
         self._loaded: Loaded | None = None
         self._spec: LoadSpec | None = None
         self._load_stack = ExitStack()
+        self._load_cost = (0.0, 0)
         self._held: list[tuple[Lever, ExitStack, Receipt]] = []
         self._cancel_reason: str | None = None
+        self._busy = threading.Lock()
+        self._closed = False
         if pipe is not None:
             self._adopt(pipe)
 
@@ -131,16 +136,36 @@ class Engine:
         """Plan around the pipeline at hand. strict: check the request; else the pipeline's own checks hold."""
         assert self.rig is not None and self.live is not None
         family, live = self.rig.family, self.live
-        load = LoadSpec(family=family.id, source="live", dtype=live.dtype, device=live.device.torch_name)
+        load = LoadSpec(
+            family=family.id, source="live", dtype=live.dtype, device=live.device.torch_name,
+            parameters=_parameters_of(self.rig.pipe),
+        )  # fmt: skip
         return make_plan(
-            request, family=family, machine=self.machine, ledger=self.ledger, load=load, live=live, strict=strict
+            replace(request, model=family.id),
+            family=family,
+            machine=self.machine,
+            ledger=self.ledger,
+            load=load,
+            live=live,
+            strict=strict,
         )
 
     def generate(self, request: Request, *, listener: Listener = ignore) -> Clip:
         """Make one clip. Bad input is refused before a weight is read; a cancel stops within one step.
 
-        Raises BadInput, LeverRefused, OutOfMemory, NotFound, RunFailed, Cancelled.
+        Raises BadInput, LeverRefused, OutOfMemory, NotFound, RunFailed, Cancelled. One clip at a time: a second
+        thread is refused, since a pipeline has one scheduler and one set of levers.
         """
+        if self._closed:
+            raise RunFailed("this engine was closed: make a new one")
+        if not self._busy.acquire(blocking=False):
+            raise RunFailed("this engine is making another clip: use one engine for each thread")
+        try:
+            return self._generate(request, listener)
+        finally:
+            self._busy.release()
+
+    def _generate(self, request: Request, listener: Listener) -> Clip:
         self._cancel_reason = None
         if request.seed is None:
             request = replace(request, seed=secrets.randbelow(2**31))
@@ -199,23 +224,38 @@ class Engine:
                 rig.cancel(self._cancel_reason)
             result = call()
             rig.check_cancelled()
-        loaded = self._loaded
-        trace = tracer.trace(loaded.load_s if loaded else 0.0, loaded.load_bytes if loaded else 0)
+        trace = tracer.trace(*self._take_load_cost())
         receipts = tuple(
             replace(receipt, complaints=tuple(lever.verify(rig, trace))) for lever, _, receipt in self._held
         )
         return result, trace, receipts
 
-    def cancel(self, reason: str = "cancelled") -> None:
-        """Stop within one step, or between two components of a load. Safe from a signal handler."""
+    def _take_load_cost(self) -> tuple[float, int]:
+        """Seconds and bytes of the load, for the first clip after it; nothing for those that follow."""
+        cost, self._load_cost = self._load_cost, (0.0, 0)
+        return cost
+
+    def cancel(self, reason: str = "cancelled") -> bool:
+        """Stop within one step, or between two components of a load. Safe from a signal handler.
+
+        True: the denoising loop is running and will stop at its next half step. False: a longer stage is under way,
+        which only an exception ends at once.
+        """
         self._cancel_reason = reason
-        if self.rig is not None:
-            self.rig.cancel(reason)
+        if self.rig is None:
+            return False
+        self.rig.cancel(reason)
+        return self.rig.running
 
     def close(self) -> None:
-        """Leave every lever and free the weights."""
-        self._pop_all()
-        self._unload()
+        """Leave every lever and free the weights. A closed engine makes no more clips."""
+        self._closed = True
+        self._leave()
+
+    def _leave(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._unload)
+            stack.callback(self._pop_all)
 
     # ----------------------------------------------------------------------- how
 
@@ -224,11 +264,18 @@ class Engine:
         self._load_stack.enter_context(rig.seams())
         self.rig, self.live = rig, live_pipeline(rig, self.machine)
 
+    def adopt_again(self) -> None:
+        """The pipeline at hand was given another scheduler, denoiser, dtype or device: start over with it."""
+        assert self.rig is not None
+        pipe = self.rig.pipe
+        self._leave()
+        self._adopt(pipe)
+
     def _needs_load(self, plan: Plan) -> bool:
         return self.live is None and (self.rig is None or self._spec != plan.load)
 
     def _reload(self, spec: LoadSpec, listener: Listener) -> None:
-        self.close()
+        self._leave()
         stack = ExitStack()
         try:
             family = families.family(spec.family)
@@ -240,6 +287,7 @@ class Engine:
             stack.close()
             raise
         self.rig, self._spec, self._load_stack = self._loaded.rig, spec, stack
+        self._load_cost = (self._loaded.load_s, self._loaded.load_bytes)
 
     def _unload(self) -> None:
         self.rig = self._loaded = self._spec = self.live = None
@@ -398,6 +446,7 @@ def generate(prompt: str, *, listener: Listener = ignore, **settings: Any) -> Cl
     """
     known = set(Request.__dataclass_fields__)
     wishes = tuple((knob, str(value)) for knob, value in settings.items() if knob not in known)
+    wishes = (*settings.pop("wishes", ()), *wishes)
     fields = {name: value for name, value in settings.items() if name in known}
     if fields.get("fps") is not None:
         fields["fps"] = as_fps(fields["fps"])
@@ -434,10 +483,13 @@ def accelerate(
     levers: knob=value ("auto", "off", "on" or a setting). Raises BadInput for an unknown knob, LeverRefused (at
     the call) for a lever that cannot be honoured.
     """
+    if not all(hasattr(pipe, name) for name in ("progress_bar", "components", "scheduler", "_execution_device")):
+        raise BadInput(f"accelerate takes a loaded diffusers pipeline, not {type(pipe).__name__}", field="pipe")
     word, wishes = Fidelity.of(fidelity), tuple(levers.items())
     check_wishes(wishes)  # an unknown knob is refused here, not at the first call
     with ExitStack() as stack:
-        hold = _HELD.get(pipe) or stack.enter_context(_Hold(pipe))
+        with _HOLDING:
+            hold = _HELD.get(pipe) or stack.enter_context(_Hold(pipe))
         run = Run(fidelity=word, wishes=wishes, rig=hold.rig, listener=listener)
         stack.enter_context(hold.within(run))
         yield run
@@ -449,13 +501,15 @@ class _Hold:
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
         self.runs: list[Run] = []
+        self._lock = threading.RLock()
         self._stack = ExitStack()
 
     def __enter__(self) -> _Hold:
         with ExitStack() as stack:
+            self.engine = stack.enter_context(Engine(pipe=self.pipe))
+            self._adopted = self._parts()
             stack.callback(_HELD.pop, self.pipe, None)
             _HELD[self.pipe] = self
-            self.engine = stack.enter_context(Engine(pipe=self.pipe))
             stack.enter_context(swap_class(self.pipe, _called_through(type(self.pipe), self)))
             self._stack = stack.pop_all()
         return self
@@ -467,6 +521,28 @@ class _Hold:
     def rig(self) -> Rig:
         assert self.engine.rig is not None
         return self.engine.rig
+
+    def _parts(self) -> tuple[Any, ...]:
+        """What a plan and its levers were made for: the user may give the pipeline another one inside the block."""
+        denoisers = self.engine.rig.denoisers if self.engine.rig else []
+        dtypes = tuple(str(getattr(module, "dtype", "")) for module in denoisers)
+        return id(self.pipe.scheduler), tuple(map(id, denoisers)), dtypes, str(self.pipe._execution_device)
+
+    def _ask_others_to_step_aside(self) -> None:
+        """Levers of another pipeline that shares our scheduler or denoisers would lie under or over ours, and could
+        then not be left in order. They are entered again at that pipeline's next call."""
+        ours = self._shared_ids()
+        for other in list(_HELD.values()):
+            if other is not self and not other.rig.called and ours & other._shared_ids():
+                other.engine._pop_all()
+
+    def _shared_ids(self) -> set[int]:
+        return {id(part) for part in (self.rig.scheduler, *self.rig.denoisers)}
+
+    def _adopt_again_if_changed(self) -> None:
+        if self._parts() != self._adopted:
+            self.engine.adopt_again()
+            self._adopted = self._parts()
 
     @contextmanager
     def within(self, run: Run) -> Iterator[None]:
@@ -483,10 +559,17 @@ class _Hold:
                 self.engine.move_to(plan)
 
     def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One `pipe(...)`: plan from its arguments, move there, run, remember."""
+        """One `pipe(...)`: plan from its arguments, move there, run, remember. Threads take turns."""
+        with self._lock:
+            return self._call(original, args, kwargs)
+
+    def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self.runs[-1]
         if self.rig.called:  # a pipeline that calls itself is one run
             return original(self.pipe, *args, **kwargs)
+        self._adopt_again_if_changed()
+        self._ask_others_to_step_aside()
+        run.rig = self.rig
         asked = _request_of(_arguments(original, self.pipe, args, kwargs), self.rig.family, run)
         plan = self.engine.plan_live(asked, strict=False)
         self.engine.move_to(plan)
@@ -498,6 +581,7 @@ class _Hold:
         return result
 
 
+_HOLDING = threading.Lock()
 _HELD: weakref.WeakKeyDictionary[Any, _Hold] = weakref.WeakKeyDictionary()
 "The pipelines inside an `accelerate` block: a nested block finds the outer one's engine here."
 
@@ -508,6 +592,8 @@ def _called_through(cls: type, hold: _Hold) -> type:
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not hold.pipe or not hold.runs:  # a copy made inside the block, or one that outlived it
+            return original(self, *args, **kwargs)
         return hold.call(original, args, kwargs)
 
     body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -528,9 +614,11 @@ def _request_of(arguments: Mapping[str, Any], family: Family, run: Run) -> Reque
 
     def number(name: str, fallback: Any) -> Any:
         value = arguments.get(name)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else fallback
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return fallback
+        return int(float(value)) if isinstance(fallback, int) else float(value)
 
-    steps = arguments.get("timesteps") or arguments.get("sigmas")
+    schedule = next((v for v in (arguments.get("timesteps"), arguments.get("sigmas")) if v is not None), None)
     prompt = arguments.get("prompt")
     return Request(
         prompt=prompt if isinstance(prompt, str) else "",
@@ -538,7 +626,9 @@ def _request_of(arguments: Mapping[str, Any], family: Family, run: Run) -> Reque
         width=number("width", family.width),
         height=number("height", family.height),
         num_frames=number("num_frames", family.num_frames),
-        num_inference_steps=len(steps) if steps else number("num_inference_steps", family.num_inference_steps),
+        num_inference_steps=number("num_inference_steps", family.num_inference_steps)
+        if schedule is None
+        else len(schedule),
         guidance_scale=number("guidance_scale", family.guidance_scale),
         fidelity=run.fidelity,
         wishes=run.wishes,
@@ -548,17 +638,32 @@ def _request_of(arguments: Mapping[str, Any], family: Family, run: Run) -> Reque
 def family_of_pipeline(pipe: Any) -> Family:
     """The row of a pipeline at hand; a plain row where its class is not in the table."""
     name = type(pipe).__name__
-    repo = getattr(pipe, "name_or_path", None) or pipe.config.get("_name_or_path")
+    repo = str(getattr(pipe, "name_or_path", None) or pipe.config.get("_name_or_path") or "")
     known = families.of_pipeline(name, repo)
     return known or replace(
         families.FAMILIES[0],
         id=f"unknown:{name}",
         title=name,
-        repo=str(repo),
+        repo=repo,
         pipeline=name,
         traits=frozenset(),
         note="",
+        # What is not known is unknown, and not what another model has.
+        max_sequence_length=None,
+        trained_sizes=(),
+        max_trained_frames=None,
+        branches="unknown",
+        branch_names=(),
+        transformer_params=0,
+        text_encoder_params=0,
+        vae_params=0,
+        transformer_width=0,
     )
+
+
+def _parameters_of(pipe: Any) -> int:
+    modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    return sum(weight.numel() for module in modules for weight in module.parameters())
 
 
 def live_pipeline(rig: Rig, machine: Machine) -> Live:

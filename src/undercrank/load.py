@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,10 @@ OWN_DTYPE = {"AutoencoderKLWan": "float32"}
 "Components whose model cards ask for another precision than the pipeline's (Wan: VAE in float32)."
 
 
+_LOADING = threading.Lock()
+"transformers and diffusers build models under process-wide switches (meta device, default dtype): one load at a time."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     rig: Rig
@@ -58,9 +63,9 @@ def load(
     begun = time.perf_counter()
     with ExitStack() as stack:
         stack.callback(_free_device_memory, spec.device)
-        stack.enter_context(_quiet_bars())
-        parts = _load_parts(folder, index, spec, listener, check_cancelled)
-        pipe = _assemble(folder, index, parts, spec)
+        with _LOADING, _quiet_bars():
+            parts = _load_parts(folder, index, spec, listener, check_cancelled)
+            pipe = _assemble(folder, index, parts, spec)
         total = sum(bytes_of(folder / name, spec.allow_pickle) for name in parts)
         parts.clear()
         try:

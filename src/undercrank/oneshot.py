@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undercrank import screen
+from undercrank.bench import compare, in_words
 from undercrank.ledger import HERE, append, read_ledger
 from undercrank.machine import this_machine
 from undercrank.planner import make_plan, refuse_if_too_big
@@ -23,12 +25,12 @@ from undercrank.records import BadInput, Measurement, NotFound, Plan, Report, Re
 from undercrank.settings import settings
 from undercrank.sources import which_model
 from undercrank.undo import swap_env
-from undercrank.video import appears_whole, read_recipe, safe_stem
+from undercrank.video import appears_whole, printable, read_recipe, safe_stem
 
 if TYPE_CHECKING:
     from undercrank.engine import Clip, Engine
 
-OnCancellable = Callable[[Callable[[str], None]], AbstractContextManager[None]]
+OnCancellable = Callable[[Callable[[str], bool]], AbstractContextManager[None]]
 
 OPTIONS = {
     "prompt": "prompt", "model": "model", "negative_prompt": "negative_prompt", "image": "image",
@@ -94,6 +96,34 @@ def make_clip(
     _tell_result(clip.report, file, recipe, notes_before=plan.notes, as_json=as_json, quiet=quiet)
 
 
+def run_bench(
+    a: Request,
+    b: Request,
+    *,
+    pairs: int,
+    keep: bool,
+    allow_pickle: bool,
+    local_files_only: bool,
+    as_json: bool,
+    on_cancellable: OnCancellable,
+) -> None:
+    """Time A against B and print what was seen. Raises the errors of the engine and of `bench.compare`."""
+    for request in (a, b):
+        _plan(request, allow_pickle, local_files_only)
+    with (
+        _engine_class()(allow_pickle=allow_pickle, local_files_only=local_files_only) as engine,
+        on_cancellable(engine.cancel),
+    ):
+        comparison, rows = compare(engine.generate, a, b, pairs=pairs)
+    if keep:
+        for row in rows:
+            append(row)
+    if as_json:
+        screen.print_json({"event": "done", "comparison": comparison.to_dict(), "rows": [r.to_dict() for r in rows]})
+    else:
+        screen.put(in_words(comparison))
+
+
 def _engine_class() -> type[Engine]:
     """Imports torch, with CPU threads that sleep while they wait for each other.
 
@@ -112,9 +142,17 @@ def _engine_class() -> type[Engine]:
 
 
 def _recipe(file: Path) -> dict[str, Any]:
+    """The recipe of a clip, by its shape: anybody may have written the file."""
     if not file.exists():
         raise NotFound(f"there is no file {file}")
-    return read_recipe(file)
+    recipe = read_recipe(file)
+    parts = {"request": dict, "plan": dict, "machine": dict, "trace": dict, "notes": list}
+    plan = recipe.get("plan")
+    decisions = plan.get("decisions") if isinstance(plan, dict) else None
+    is_ours = all(isinstance(recipe.get(name), kind) for name, kind in parts.items()) and isinstance(decisions, list)
+    if not is_ours or not all(isinstance(d, dict) and {"lever", "chosen", "reason"} <= set(d) for d in decisions or ()):
+        raise BadInput(f"{file}: the recipe inside is not one of undercrank's", field="from")
+    return recipe
 
 
 def _plan(request: Request, allow_pickle: bool, local_files_only: bool) -> Plan:
@@ -170,12 +208,16 @@ def _check_space(outputs: Outputs, plan: Plan) -> None:
 def _write(clip: Clip, outputs: Outputs, listener: Any) -> Path:
     request = clip.report.request
     default = _unused(Path(f"{safe_stem(request.prompt)}-{request.seed}.mp4"))
+    begun = time.perf_counter()
     file = clip.save(outputs.clip or default, listener=listener)
     if outputs.master:
         clip.save_master(outputs.master)
     if outputs.report:
+        trace = clip.report.trace
+        stage_s = {**trace.stage_s, "encode": time.perf_counter() - begun}
+        report = replace(clip.report, trace=replace(trace, stage_s=stage_s))
         with appears_whole(outputs.report) as part:
-            part.write_text(clip.report.to_json(indent=2) + "\n", encoding="utf-8")
+            part.write_text(report.to_json(indent=2) + "\n", encoding="utf-8")
     return file
 
 
@@ -257,7 +299,7 @@ def _tell_result(
             screen.say(f"note: {note}")
     if recipe is not None:
         screen.say(_compared(recipe, report))
-    print(file)
+    screen.put(str(file))
 
 
 def _compared(recipe: Mapping[str, Any], report: Report) -> str:
@@ -283,11 +325,12 @@ def recipe_in_words(file: Path, *, as_json: bool) -> str:
     recipe = _recipe(file)
     if as_json:
         return json.dumps(recipe, indent=2)
-    request, plan = recipe.get("request", {}), recipe.get("plan", {})
+    request, plan = recipe["request"], recipe["plan"]
     lines = [f"{key}: {request[key]}" for key in request if request[key] not in (None, [], "")]
     lines += [f"{d['lever']}: {d['chosen']} - {d['reason']}" for d in plan.get("decisions", [])]
     lines += [f"note: {note}" for note in recipe.get("notes", [])]
-    trace = recipe.get("trace", {})
-    lines.append("seconds: " + ", ".join(f"{stage} {s:.1f}" for stage, s in trace.get("stage_s", {}).items()))
+    stages = recipe["trace"].get("stage_s")
+    seconds = stages.items() if isinstance(stages, dict) else ()
+    lines.append("seconds: " + ", ".join(f"{stage} {s:.1f}" for stage, s in seconds if isinstance(s, float)))
     lines += [f"{key}: {recipe.get(key)}" for key in ("model_fingerprint", "frames_hash", "undercrank")]
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)  # a prompt from elsewhere must not steer the terminal

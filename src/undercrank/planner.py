@@ -87,13 +87,16 @@ def make_plan(
     for lever in levers:
         load = lever.configure(load)
     case = case_of(resolved, family, machine, device, load, live, engaged=tuple(lever.name for lever in levers))
+    expected = expect(case, ledger)
+    if live is None and (expected.peak_bytes or 0) > device.free_bytes:
+        notes = (*notes, f"does not fit: {device.torch_name} has {gib(device.free_bytes)} free; {fitting(case)}")
     return Plan(
         request=resolved,
         load=load,
         levers=levers,
         decisions=decisions,
         promise=Promise.weakest(lever.promises(case) for lever in levers),
-        expected=expect(case, ledger),
+        expected=expected,
         notes=notes,
     )
 
@@ -415,7 +418,7 @@ def _limit(metric: str, rows: tuple[Measurement, ...], fidelity: Fidelity) -> fl
 
 def expect(case: Case, ledger: Ledger) -> Expected:
     seconds, seconds_basis = _expected_seconds(case, ledger)
-    peak_bytes, memory_basis = expected_bytes(case)
+    peak_bytes, memory_basis = _expected_peak(case, ledger)
     return Expected(seconds=seconds, seconds_basis=seconds_basis, peak_bytes=peak_bytes, memory_basis=memory_basis)
 
 
@@ -445,6 +448,17 @@ def _median(values: Iterable[float]) -> float:
 def _same_shape(rows: tuple[Measurement, ...], case: Case) -> tuple[Measurement, ...]:
     shape = (case.width, case.height, case.num_frames)
     return tuple(row for row in rows if (row.width, row.height, row.num_frames) == shape)
+
+
+def _expected_peak(case: Case, ledger: Ledger) -> tuple[int | None, str]:
+    """The formula, or what a run of no more tokens was seen to take, if that is more. On a CPU only the formula:
+    there the rows hold the peak of a whole process."""
+    formula, basis = expected_bytes(case)
+    rows = () if case.device.kind == "cpu" else ledger.runs_like(case)
+    seen = max((row.peak_bytes or 0 for row in rows if _tokens_of(row, case) <= _tokens(case)), default=0)
+    if seen > (formula or 0):
+        return seen, "measured, for a clip of no more tokens"
+    return formula, basis
 
 
 def expected_bytes(case: Case) -> tuple[int | None, str]:

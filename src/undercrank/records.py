@@ -8,6 +8,7 @@ Floor 0: standard library only.
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import re
 import sys
@@ -193,8 +194,13 @@ def _build(cls: type, data: Mapping[str, Any], levers: Sequence[type[Lever]]) ->
     required = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in required if name not in data]:
         raise BadInput(f"{cls.__name__} lacks {', '.join(missing)}", field=missing[0])
-    hints = typing.get_type_hints(cls, include_extras=False, localns={"Lever": Lever})
+    hints = _hints(cls)
     return cls(**{name: _field(hints[name], name, data[name], levers) for name in data})
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=False, localns={"Lever": Lever})
 
 
 def _field(hint: Any, name: str, value: Any, levers: Sequence[type[Lever]]) -> Any:
@@ -504,7 +510,7 @@ class Trace(Record):
     """What really happened in one run."""
 
     stage_s: dict[str, float]
-    "Seconds per stage: load, text, denoise, decode, encode."
+    "Seconds per stage: load, text, denoise, decode; and encode in the report of a clip that was written."
     step_ms: tuple[float, ...]
     stalls: int | None
     "Host waits inside the denoising loop; None where the device cannot tell."

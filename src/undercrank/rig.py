@@ -45,6 +45,7 @@ class Rig:
         self.counters: dict[str, int] = {}
         "What levers counted in this call, by `lever.what`; their `verify` reads it."
         self._cancel_reason: str | None = None
+        self._begun = False
 
     @property
     def denoisers(self) -> list[Any]:
@@ -116,7 +117,7 @@ class Rig:
         return cache_context
 
     def _start(self, total: int) -> None:
-        self.step_index, self.total_steps = 0, total
+        self.step_index, self.total_steps, self._begun = 0, total, True
         for callback in list(self.at_start):  # set-up copies belong before the loop, not into its count
             callback(total)
         self.running = True
@@ -130,9 +131,9 @@ class Rig:
         self.check_cancelled()
 
     def _end(self, error: BaseException | None) -> None:
-        if not self.running:
+        if not self._begun:
             return
-        self.running = False
+        self._begun = self.running = False
         with ExitStack() as stack:  # every callback is called, also when one of them raises
             for callback in list(self.at_end):
                 stack.callback(callback, error)
@@ -164,7 +165,11 @@ class Bar:
 
     def __enter__(self) -> Bar:
         self._bar.__enter__()
-        self._rig._start(self._total)
+        try:
+            self._rig._start(self._total)
+        except BaseException as error:  # a `with` whose entry fails never calls its exit
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Any:

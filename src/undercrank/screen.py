@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -103,12 +104,25 @@ def _fields(event: Progressed) -> dict[str, Any]:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=True, allow_nan=False), flush=True)
+    put(json.dumps(value, ensure_ascii=True, allow_nan=False))
 
 
 def say(line: str) -> None:
     """To the person, not into the data: standard error."""
-    print(line, file=sys.stderr, flush=True)
+    _write(line, sys.stderr)
+
+
+def put(line: str) -> None:
+    """Into the data: standard output."""
+    _write(line, sys.stdout)
+
+
+def _write(line: str, stream: TextIO) -> None:
+    """A reader who has gone (`| head -1`) does not cost the clip: what follows goes nowhere."""
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:

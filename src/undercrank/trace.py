@@ -51,7 +51,7 @@ class Tracer:
 
     def __init__(self, rig: Rig, listener: Listener = ignore) -> None:
         self._rig, self._listener = rig, listener
-        self._clock = _DeviceClock() if rig.device.startswith("cuda") else _HostClock()
+        self._clock = _DeviceClock(rig.device) if rig.device.startswith("cuda") else _HostClock()
         self._entered = self._started = self._ended = self._left = 0.0
         self._stalls: Counter[str] = Counter()
         self._counts_stalls = rig.device.startswith("cuda")
@@ -146,23 +146,24 @@ class _HostClock:
 class _DeviceClock:
     """A CUDA device: events stamped in its own stream, read when they have passed."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
         self._events: list[Any] = []
 
     def stamp(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)
 
     def wait(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
 
     def hold_back(self, steps: int) -> None:
         if len(self._events) > steps:
             self._events[-1 - steps].synchronize()
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def recent_ms(self) -> float | None:
         """Of the newest pair that the device has certainly passed."""
@@ -174,7 +175,7 @@ class _DeviceClock:
         return tuple(early.elapsed_time(late) for early, late in pairs)
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated(self._device)
 
 
 _SYNC_WARNING = "called a synchronizing CUDA operation"

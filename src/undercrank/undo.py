@@ -28,6 +28,7 @@ def swap_attr(obj: Any, name: str, value: Any) -> Iterator[Any]:
     try:
         yield value
     finally:
+        _refuse_foreign(obj.__dict__.get(name, value) is value, f"{name} of {type(obj).__name__}")
         if old is _ABSENT:
             obj.__dict__.pop(name, None)
         else:
@@ -43,6 +44,7 @@ def swap_class(obj: Any, cls: type) -> Iterator[Any]:
     try:
         yield obj
     finally:
+        _refuse_foreign(type(obj) is cls, f"the class of a {old.__name__}")
         obj.__class__ = old
 
 
@@ -88,6 +90,12 @@ def appended(items: list[Any], value: Any) -> Iterator[Any]:
         index = next((i for i, item in enumerate(items) if item is value), None)
         if index is not None:
             del items[index]
+
+
+def _refuse_foreign(is_ours: bool, what: str) -> None:
+    """What somebody else put over ours since must not be taken off, and ours below it cannot be: say so."""
+    if not is_ours:
+        raise RuntimeError(f"{what} was changed inside the block, or blocks were left in the wrong order")
 
 
 def put_back(obj: Any, name: str, value: Any) -> None:

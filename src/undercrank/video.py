@@ -323,7 +323,7 @@ def appears_whole(path: PathLike) -> Iterator[Path]:
 
     A reader never sees half a file under `path`, not even after a power cut or a kill.
     """
-    final = Path(path).absolute()
+    final = Path(path).resolve()  # a link is followed: the file it names is the one to replace
     part = final.with_name(f".{safe_stem(final.stem, 40)}.{secrets.token_hex(4)}.part{final.suffix[:8]}")
     _refuse_target(final)
     part.touch(exist_ok=False)  # before any work: Python's own OSError says what is wrong with the folder
@@ -339,8 +339,11 @@ def appears_whole(path: PathLike) -> Iterator[Path]:
 def _refuse_target(final: Path) -> None:
     """A name that is too long, or a folder's, should fail now and not after the encoding."""
     with suppress(FileNotFoundError):
-        if stat.S_ISDIR(final.lstat().st_mode):
+        mode = final.lstat().st_mode
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "is a device or a pipe, not a file", str(final))
 
 
 def _sync(path: Path) -> None:
@@ -399,7 +402,7 @@ _UNWRITABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 def _tags(recipe: Mapping[str, Any], title: str, comment: str) -> dict[str, str]:
-    tags = {"recipe": _to_json(recipe), "title": _printable(title), "comment": _printable(comment)}
+    tags = {"recipe": _to_json(recipe), "title": printable(title), "comment": printable(comment)}
     return {key: value for key, value in tags.items() if value}
 
 
@@ -409,7 +412,7 @@ def _to_json(recipe: Mapping[str, Any]) -> str:
     return _LONE_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """A title is for people: what no tag can hold becomes U+FFFD. The recipe keeps the original."""
     return _UNWRITABLE.sub("\ufffd", text)
 
@@ -499,6 +502,8 @@ _READABLE = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm", "proto
 @contextmanager
 def _opened(path: PathLike) -> Iterator[InputContainer]:
     path = Path(path).absolute()
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer for ever
+        raise NotVideo(f"{path.name!r} is no regular file")
     path.open("rb").close()  # Python's own error where there is no file to read
     try:
         with av.open(str(path), "r", options=dict(_READABLE), metadata_errors="replace") as file:
