@@ -248,11 +248,22 @@ class LogicalTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"LogicalTensor({self.cpu_side!r})"
 
-    def __getitem__(self, index: Any) -> Any:
-        """Indexing by a Python list is a hidden blocking upload: make it one that the auditor sees."""
-        parts = index if isinstance(index, tuple) else (index,)
-        shown = tuple(torch.tensor(p).to(self.device) if isinstance(p, list) else p for p in parts)
-        return super().__getitem__(shown if isinstance(index, tuple) else shown[0])
+    # `torch.Tensor([x])` asks with the dispatcher switched off.
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __index__(self) -> int:
+        return self._read().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self._read())
+
+    def _read(self) -> torch.Tensor:
+        self.auditor.note("scalar read")
+        return self.cpu_side
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -290,10 +301,10 @@ class Auditor(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         cause = _blocking(func, args, kwargs)
         if cause:
-            self._note(cause)
+            self.note(cause)
         return _run_on_cpu(func, args, kwargs, self)
 
-    def _note(self, cause: str) -> None:
+    def note(self, cause: str) -> None:
         file, line = _caller()
         self.events[(bool(self.in_loop()), file, line, cause)] += 1
 
@@ -412,7 +423,7 @@ def _foreign(types: Any) -> bool:
 
 
 class _Factories(TorchFunctionMode):
-    """`torch.tensor(x, device=...)` builds on the host and uploads: make both halves visible."""
+    """`torch.tensor(x, device=...)` and `table[[0, -1]]` build on the host and upload: make both halves visible."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -422,7 +433,15 @@ class _Factories(TorchFunctionMode):
             if isinstance(args[0], torch.Tensor):
                 return args[0].to(device, **host)
             return func(*args, **host).to(device)
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], LogicalTensor):
+            return func(args[0], _shown(args[1], args[0].device))
         return func(*args, **kwargs)
+
+
+def _shown(index: Any, device: torch.device) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    shown = tuple(torch.tensor(part).to(device) if isinstance(part, list) else part for part in parts)
+    return shown if isinstance(index, tuple) else shown[0]
 
 
 _LIBRARY: list[Any] = []
