@@ -16,10 +16,19 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from undercrank import families
+from undercrank import families, testing
+from undercrank.audit import quiet_libraries
 from undercrank.families import FAMILIES, latent_shape, tokens
-from undercrank.records import Family
-from undercrank.testing import BUILDERS, differences, fingerprint, tiny_folder, tiny_inputs, tiny_pipeline
+from undercrank.records import BadInput, Family, NotFound
+from undercrank.testing import (
+    BUILDERS,
+    differences,
+    fingerprint,
+    tiny_folder,
+    tiny_inputs,
+    tiny_pipeline,
+    tiny_pipeline_of,
+)
 
 pytestmark = [
     # Mochi computes its rotary angles under autocast to float32, which a CPU does not have.
@@ -137,6 +146,35 @@ def test_a_stock_run_after_a_stock_run_changes_nothing(row: Family) -> None:
     before = fingerprint(pipe)
     latents(pipe, row)
     assert differences(before, fingerprint(pipe)) == []
+
+
+@pytest.mark.parametrize("name", testing.OTHERS)
+def test_classes_that_no_row_has_run_and_repeat_bit_for_bit(name: str) -> None:
+    state = torch.random.get_rng_state()
+    with quiet_libraries():
+        pipe = tiny_pipeline_of(name)
+        with torch.no_grad():
+            first, again, other = (pipe(**tiny_inputs(pipe, steps=2, seed=seed)).frames for seed in (0, 0, 1))
+    assert type(pipe).__name__ == name and torch.equal(torch.random.get_rng_state(), state)
+    assert torch.isfinite(first).all() and torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_a_class_is_built_by_name_as_its_first_row() -> None:
+    pipe = tiny_pipeline_of("LTXPipeline", scheduler="FlowMatchHeunDiscreteScheduler")
+    assert type(pipe).__name__ == "LTXPipeline" and isinstance(pipe.scheduler, diffusers.FlowMatchHeunDiscreteScheduler)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("WanPipelin", BadInput, "nearest are WanPipeline"),
+        ("HeliosPipeline", NotFound, "HeliosTransformer3DModel"),
+        ("WanPipeline/../x", BadInput, "nearest are"),
+    ],
+)
+def test_a_class_that_cannot_be_built_is_refused(name: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        tiny_pipeline_of(name)
 
 
 def test_every_builder_is_used_and_every_row_has_one() -> None:

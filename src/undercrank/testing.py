@@ -40,6 +40,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline  # by its file: elsewhere it needs OpenCV
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video as hunyuan
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video as hunyuan_i2v
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
@@ -272,14 +273,14 @@ def _siglip() -> nn.Module:
     return transformers.SiglipVisionModel(config)
 
 
-def _clip_vision(cls: type = transformers.CLIPVisionModel, width: int = 32) -> nn.Module:
+def _clip_vision(cls: type = transformers.CLIPVisionModel, width: int = 32, pixels: int = 32) -> nn.Module:
     config = transformers.CLIPVisionConfig(
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
-        image_size=32,
-        patch_size=16,
+        image_size=pixels,
+        patch_size=pixels // 2,
         projection_dim=width,
     )
     return cls(config)
@@ -484,6 +485,23 @@ def _hunyuan_vae() -> nn.Module:
     )
 
 
+def _hunyuan_transformer(**options: Any) -> nn.Module:
+    shape: dict[str, Any] = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": _LAYERS,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+        "mlp_ratio": 2.0,
+        "text_embed_dim": _TEXT_WIDTH,
+        "pooled_projection_dim": _TEXT_WIDTH,
+        "rope_axes_dim": (4, 6, 6),
+    }
+    return diffusers.HunyuanVideoTransformer3DModel(**{**shape, **options})
+
+
 def _hunyuan(family: Family) -> DiffusionPipeline:
     looks = "image_input" in family.traits
     seen: dict[str, Any] = {"image_processor": _clip_images(48)} if looks else {}
@@ -492,20 +510,7 @@ def _hunyuan(family: Family) -> DiffusionPipeline:
         tokenizer=_tokenizer("llama"),
         text_encoder_2=_clip_text(),
         tokenizer_2=_tokenizer("clip", model_max_length=77),
-        transformer=diffusers.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=_LAYERS,
-            num_single_layers=2,
-            num_refiner_layers=1,
-            mlp_ratio=2.0,
-            text_embed_dim=_TEXT_WIDTH,
-            pooled_projection_dim=_TEXT_WIDTH,
-            rope_axes_dim=(4, 6, 6),
-            image_condition_type="token_replace" if looks else None,
-        ),
+        transformer=_hunyuan_transformer(image_condition_type="token_replace" if looks else None),
         vae=_hunyuan_vae(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         **seen,
@@ -732,6 +737,302 @@ def _kandinsky(family: Family) -> DiffusionPipeline:
     )
 
 
+# --------------------------------------------------------------------------- classes that are no family's
+
+
+def _flow(shift: float = 5.0) -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+
+
+def _autoencoder(levels: int = 4) -> nn.Module:
+    kinds = {"down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels}
+    return diffusers.AutoencoderKL(block_out_channels=[8] * levels, norm_num_groups=2, latent_channels=4, **kinds)
+
+
+def _of_wan(cls: str, transformer: nn.Module, scheduler: Any, **more: Any) -> DiffusionPipeline:
+    return getattr(diffusers, cls)(
+        tokenizer=_tokenizer("t5"),
+        text_encoder=_umt5(),
+        transformer=transformer,
+        vae=_wan_vae(families.family("wan2.1-1.3b")),
+        scheduler=scheduler,
+        **more,
+    )
+
+
+_SEEING = {"in_channels": 36, "image_dim": 32, "added_kv_proj_dim": 24}
+"What a Wan transformer that is given a picture takes besides."
+
+
+def _eyes() -> dict[str, Any]:
+    return {"image_encoder": _clip_vision(), "image_processor": _clip_images()}
+
+
+def _wan_vace() -> DiffusionPipeline:
+    transformer = diffusers.WanVACETransformer3DModel(**_WAN_SHAPE, vace_layers=[0, 2], vace_in_channels=96)
+    return _of_wan("WanVACEPipeline", transformer, _unipc(5.0))
+
+
+def _wan_animate() -> DiffusionPipeline:
+    transformer = diffusers.WanAnimateTransformer3DModel(
+        **{**_WAN_SHAPE, **_SEEING},
+        latent_channels=16,
+        motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=16,
+        face_encoder_hidden_dim=16,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=_LAYERS,
+    )
+    return _of_wan("WanAnimatePipeline", transformer, _unipc(5.0), **_eyes())
+
+
+def _chronoedit() -> DiffusionPipeline:
+    transformer = diffusers.ChronoEditTransformer3DModel(**{**_WAN_SHAPE, **_SEEING}, rope_temporal_skip_len=8)
+    return _of_wan("ChronoEditPipeline", transformer, _flow(), **_eyes())
+
+
+def _anyflow() -> DiffusionPipeline:
+    transformer = diffusers.AnyFlowTransformer3DModel(**_WAN_SHAPE)
+    return _of_wan("AnyFlowPipeline", transformer, diffusers.FlowMapEulerDiscreteScheduler(shift=5.0))
+
+
+def _skyreels_seeing() -> DiffusionPipeline:
+    transformer = diffusers.SkyReelsV2Transformer3DModel(**{**_WAN_SHAPE, **_SEEING})
+    eyes = {
+        "image_encoder": _clip_vision(transformers.CLIPVisionModelWithProjection),
+        "image_processor": _clip_images(),
+    }
+    return _of_wan("SkyReelsV2ImageToVideoPipeline", transformer, _unipc(5.0), **eyes)
+
+
+def _skyreels_forcing(cls: str) -> DiffusionPipeline:
+    return _of_wan(cls, diffusers.SkyReelsV2Transformer3DModel(**_WAN_SHAPE, inject_sample_info=True), _unipc(8.0))
+
+
+def _hunyuan_skyreels() -> DiffusionPipeline:
+    base = _hunyuan(families.family("hunyuanvideo"))
+    parts = {**base.components, "transformer": _hunyuan_transformer(in_channels=8)}
+    return diffusers.HunyuanSkyreelsImageToVideoPipeline(**parts)
+
+
+def _ltx_condition() -> DiffusionPipeline:
+    return diffusers.LTXConditionPipeline(**{**_ltx(families.family("ltx-video")).components, "scheduler": _flow(1.0)})
+
+
+def _allegro() -> DiffusionPipeline:
+    return diffusers.AllegroPipeline(
+        tokenizer=_tokenizer("t5"),
+        text_encoder=_t5(),
+        vae=diffusers.AutoencoderKLAllegro(block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=2),
+        transformer=diffusers.AllegroTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=_LAYERS,
+            cross_attention_dim=24,
+            sample_width=_SIDE // 8,
+            sample_height=_SIDE // 8,
+            sample_frames=8,
+            caption_channels=_TEXT_WIDTH,
+        ),
+        scheduler=diffusers.EulerAncestralDiscreteScheduler(beta_schedule="scaled_linear"),
+    )
+
+
+def _latte() -> DiffusionPipeline:
+    return diffusers.LattePipeline(
+        tokenizer=_tokenizer("t5"),
+        text_encoder=_t5(),
+        vae=_autoencoder(),
+        transformer=diffusers.LatteTransformer3DModel(
+            sample_size=_SIDE // 8,
+            patch_size=2,
+            num_layers=2,
+            num_attention_heads=3,
+            attention_head_dim=8,
+            cross_attention_dim=24,
+            in_channels=4,
+            out_channels=8,
+            caption_channels=_TEXT_WIDTH,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+            num_embeds_ada_norm=1000,
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            norm_eps=1e-6,
+            video_length=4,
+        ),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False),
+    )
+
+
+def _consisid() -> DiffusionPipeline:
+    base = _cog(families.family("cogvideox-5b"))
+    transformer = diffusers.ConsisIDTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=8,
+        out_channels=4,
+        time_embed_dim=16,
+        text_embed_dim=_TEXT_WIDTH,
+        num_layers=_LAYERS,
+        sample_width=_SIDE // 8,
+        sample_height=_SIDE // 8,
+        sample_frames=9,
+        max_text_seq_length=16,
+        use_rotary_positional_embeddings=True,
+        is_train_face=True,
+        cross_attn_interval=1,
+        cross_attn_dim_head=8,
+        cross_attn_num_heads=2,
+        LFE_id_dim=4,
+        LFE_vit_dim=4,
+        LFE_depth=5,
+        LFE_dim_head=8,
+        LFE_num_heads=2,
+        LFE_num_id_token=1,
+        LFE_num_querie=2,
+        LFE_output_dim=21,  # two thirds of the width
+        LFE_ff_mult=1,
+        LFE_num_scale=1,
+    )
+    return ConsisIDPipeline(**{**base.components, "transformer": transformer})
+
+
+def _motif() -> DiffusionPipeline:
+    """Its encoder is T5Gemma 2's in the checkpoint: a T5 gives the pipeline the same things."""
+    return diffusers.MotifVideoPipeline(
+        scheduler=_flow(),
+        vae=_wan_vae(families.family("wan2.1-1.3b")),
+        text_encoder=_t5(),
+        tokenizer=_tokenizer("gemma"),
+        transformer=diffusers.MotifVideoTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            num_single_layers=2,
+            mlp_ratio=2.0,
+            text_embed_dim=_TEXT_WIDTH,
+            rope_axes_dim=(4, 6, 6),
+        ),
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=5.0),
+    )
+
+
+def _sana_video() -> DiffusionPipeline:
+    text = transformers.Gemma2Config(**_DECODER, head_dim=16, sliding_window=64, pad_token_id=0)
+    return diffusers.SanaVideoPipeline(
+        tokenizer=_tokenizer("gemma"),
+        text_encoder=transformers.Gemma2Model(text),
+        vae=_wan_vae(families.family("wan2.1-1.3b")),
+        transformer=diffusers.SanaVideoTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=_LAYERS,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=12,
+            cross_attention_dim=24,
+            caption_channels=_TEXT_WIDTH,
+            sample_size=8,
+            rope_max_seq_len=32,
+        ),
+        scheduler=diffusers.DPMSolverMultistepScheduler(
+            use_flow_sigmas=True, flow_shift=8.0, prediction_type="flow_prediction"
+        ),
+    )
+
+
+def _svd() -> DiffusionPipeline:
+    return diffusers.StableVideoDiffusionPipeline(
+        vae=diffusers.AutoencoderKLTemporalDecoder(
+            block_out_channels=(32, 32, 32, 32), down_block_types=("DownEncoderBlock2D",) * 4
+        ),
+        image_encoder=_clip_vision(transformers.CLIPVisionModelWithProjection, pixels=224),  # the pipeline's own number
+        unet=diffusers.UNetSpatioTemporalConditionModel(
+            sample_size=_SIDE // 8,
+            block_out_channels=(32, 64),
+            down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+            up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+            layers_per_block=1,
+            cross_attention_dim=32,
+            num_attention_heads=4,
+            addition_time_embed_dim=32,
+            projection_class_embeddings_input_dim=96,
+        ),
+        scheduler=diffusers.EulerDiscreteScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            prediction_type="v_prediction",
+            sigma_max=700.0,
+            sigma_min=0.002,
+            steps_offset=1,
+            timestep_type="continuous",
+            use_karras_sigmas=True,
+        ),
+        feature_extractor=_clip_images(),
+    )
+
+
+def _animatediff() -> DiffusionPipeline:
+    return diffusers.AnimateDiffPipeline(
+        vae=_autoencoder(),
+        text_encoder=_clip_text(),
+        tokenizer=_tokenizer("clip", model_max_length=77),
+        unet=diffusers.UNet2DConditionModel(
+            sample_size=_SIDE // 8,
+            block_out_channels=(8, 8),
+            layers_per_block=1,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=_TEXT_WIDTH,
+            attention_head_dim=4,
+            norm_num_groups=2,
+        ),
+        motion_adapter=diffusers.MotionAdapter(
+            block_out_channels=(8, 8), motion_layers_per_block=1, motion_norm_num_groups=2, motion_num_attention_heads=2
+        ),
+        scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False),
+    )
+
+
+def _easyanimate() -> DiffusionPipeline:
+    down, up = ["SpatialDownBlock3D"], ["SpatialUpBlock3D"]
+    return diffusers.EasyAnimatePipeline(
+        vae=diffusers.AutoencoderKLMagvit(
+            latent_channels=4,
+            block_out_channels=[8, 8, 8, 8],
+            down_block_types=down + ["SpatialTemporalDownBlock3D"] * 3,
+            up_block_types=up + ["SpatialTemporalUpBlock3D"] * 3,
+            layers_per_block=1,
+            norm_num_groups=2,
+            spatial_group_norm=False,
+        ),
+        text_encoder=_qwen(),
+        tokenizer=_tokenizer("qwen", chat_template=_CHAT),
+        transformer=diffusers.EasyAnimateTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            patch_size=2,
+            time_embed_dim=16,
+            text_embed_dim=_TEXT_WIDTH,
+            num_layers=_LAYERS,
+            mmdit_layers=_LAYERS,
+            sample_width=_SIDE // 8,
+            sample_height=_SIDE // 8,
+        ),
+        scheduler=_flow(),
+    )
+
+
+def _pictures(count: int = 5, side: int = _SIDE) -> list[Any]:
+    return [_picture(index).resize((side, side)) for index in range(count)]
+
+
 # --------------------------------------------------------------------------- the public part
 
 BUILDERS: dict[str, Callable[[Family], DiffusionPipeline]] = {
@@ -758,13 +1059,69 @@ BUILDERS: dict[str, Callable[[Family], DiffusionPipeline]] = {
 }
 "From the name of a pipeline class to what builds a tiny one for a row."
 
+Inputs = Callable[[], dict[str, Any]]
+OTHERS: dict[str, tuple[Callable[[], DiffusionPipeline], Inputs]] = {
+    "WanVACEPipeline": (_wan_vace, dict),
+    "WanVideoToVideoPipeline": (
+        lambda: _of_wan("WanVideoToVideoPipeline", _wan_transformer(), _unipc(3.0)),
+        lambda: {"video": _pictures()},
+    ),
+    "WanAnimatePipeline": (
+        _wan_animate,
+        lambda: {
+            "image": _picture(),
+            "pose_video": _pictures(),
+            "face_video": _pictures(side=16),
+            "segment_frame_length": 5,
+        },
+    ),
+    "ChronoEditPipeline": (_chronoedit, lambda: {"image": _picture()}),
+    "AnyFlowPipeline": (_anyflow, dict),
+    "SkyReelsV2ImageToVideoPipeline": (_skyreels_seeing, lambda: {"image": _picture()}),
+    "SkyReelsV2DiffusionForcingImageToVideoPipeline": (
+        lambda: _skyreels_forcing("SkyReelsV2DiffusionForcingImageToVideoPipeline"),
+        lambda: {"image": _picture(), "num_frames": 9},
+    ),
+    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": (
+        lambda: _skyreels_forcing("SkyReelsV2DiffusionForcingVideoToVideoPipeline"),
+        lambda: {"video": _pictures(), "num_frames": 9, "overlap_history": 1, "base_num_frames": 9},
+    ),
+    "HunyuanSkyreelsImageToVideoPipeline": (_hunyuan_skyreels, lambda: {"image": _picture(), "true_cfg_scale": 2.0}),
+    "LTXConditionPipeline": (_ltx_condition, lambda: {"image": _picture(), "num_frames": 9}),
+    "AllegroPipeline": (_allegro, lambda: {"clean_caption": False, "num_frames": 8}),
+    "LattePipeline": (_latte, lambda: {"clean_caption": False, "video_length": 4}),
+    "ConsisIDPipeline": (
+        _consisid,
+        lambda: {
+            "image": _picture(),
+            "num_frames": 9,
+            "id_cond": torch.ones(1, 4),
+            "id_vit_hidden": [torch.ones(1, 2, 4)],
+            "max_sequence_length": 16,
+        },
+    ),
+    "MotifVideoPipeline": (_motif, dict),
+    "SanaVideoPipeline": (
+        _sana_video,
+        lambda: {"frames": 9, "use_resolution_binning": False, "complex_human_instruction": None},
+    ),
+    "StableVideoDiffusionPipeline": (_svd, lambda: {"image": _picture(), "num_frames": 2}),
+    "AnimateDiffPipeline": (_animatediff, lambda: {"num_frames": 4}),
+    "EasyAnimatePipeline": (_easyanimate, dict),
+}
+"Classes that no row has: what builds a tiny one, and what its call is given besides the usual."
+
 
 def tiny_pipeline(family: str | Family, seed: int = 0, *, scheduler: str | None = None) -> DiffusionPipeline:
     """A small random pipeline of that row, ready to run from a prompt. `scheduler`: another class by name."""
     row = family if isinstance(family, Family) else families.family(family)
+    return _built(lambda: BUILDERS[row.pipeline](row), seed, scheduler)
+
+
+def _built(build: Callable[[], DiffusionPipeline], seed: int, scheduler: str | None) -> DiffusionPipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipe = BUILDERS[row.pipeline](row)
+        pipe = build()
         for part in pipe.components.values():
             if isinstance(part, nn.Module):
                 _waken(part.eval())
@@ -784,6 +1141,8 @@ def tiny_pipeline_of(class_name: str, seed: int = 0, *, scheduler: str | None = 
     if scheduler is not None:
         _known_class(scheduler, "Scheduler")
     row = families.of_pipeline(class_name)
+    if class_name in OTHERS:
+        return _built(OTHERS[class_name][0], seed, scheduler)
     if row is None:
         raise NotFound(f"{class_name} cannot be built from small configs: {_missing(class_name)}")
     return tiny_pipeline(row, seed, scheduler=scheduler)
@@ -791,7 +1150,7 @@ def tiny_pipeline_of(class_name: str, seed: int = 0, *, scheduler: str | None = 
 
 def tiny_classes() -> list[str]:
     """Names of the pipeline classes that can be built here."""
-    return sorted(BUILDERS)
+    return sorted({*BUILDERS, *OTHERS})
 
 
 def _known_class(name: str, kind: str) -> None:
@@ -827,6 +1186,8 @@ def tiny_inputs(
 
     `overrides` replace or add arguments. Each call makes a new CPU generator: two calls are two equal runs.
     """
+    if type(pipe_or_family).__name__ in OTHERS:
+        return {**_other_inputs(type(pipe_or_family), steps, seed), **overrides}
     row = _row(pipe_or_family)
     width, height = _size(row)
     kwargs: dict[str, Any] = {
@@ -846,6 +1207,24 @@ def tiny_inputs(
     if row.max_sequence_length is not None:
         kwargs["max_sequence_length"] = row.max_sequence_length
     return {**kwargs, **overrides}
+
+
+def _other_inputs(cls: type, steps: int, seed: int) -> dict[str, Any]:
+    """The usual arguments, as far as the class takes them, and its own."""
+    usual = {
+        "prompt": PROMPT,
+        "negative_prompt": "blurry",
+        "num_inference_steps": steps,
+        "output_type": "latent",
+        "generator": torch.Generator().manual_seed(seed),
+        "width": _SIDE,
+        "height": _SIDE,
+        "num_frames": 5,
+        "guidance_scale": 5.0,
+        "max_sequence_length": 32,
+    }
+    takes = inspect.signature(cls.__call__).parameters
+    return {name: value for name, value in usual.items() if name in takes} | OTHERS[cls.__name__][1]()
 
 
 def _row(pipe_or_family: DiffusionPipeline | str | Family) -> Family:

@@ -9,7 +9,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-
 from diffusers.schedulers import scheduling_consistency_decoder
 
 from undercrank.audit import DEVICE, Stalls, logical_device
@@ -18,6 +17,8 @@ from undercrank.levers.host_sync import HostSync
 from undercrank.rig import Rig
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+SVD = {"timestep_type": "continuous", "prediction_type": "v_prediction", "use_karras_sigmas": True,
+       "sigma_min": 0.002, "sigma_max": 700.0}  # fmt: skip
 NOISE = {"eta": 1.0}
 "How much of the variance of a step is drawn anew: settings of `step`."
 
@@ -50,8 +51,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "flow_match_lcm": ("FlowMatchLCMScheduler", {}, 8, {}),
     "ltx_euler_ancestral_rf": ("LTXEulerAncestralRFScheduler", {}, 8, {}),
     "euler": ("EulerDiscreteScheduler", {}, 20, {}),
-    "euler, svd": ("EulerDiscreteScheduler", {"timestep_type": "continuous", "prediction_type": "v_prediction",
-                                              "use_karras_sigmas": True, "sigma_min": 0.002, "sigma_max": 700.0}, 20, {}),
+    "euler, svd": ("EulerDiscreteScheduler", SVD, 20, {}),
     "euler, churn": ("EulerDiscreteScheduler", {}, 20, {"s_churn": 5.0}),
     "euler_ancestral": ("EulerAncestralDiscreteScheduler", {}, 20, {}),
     "edm_euler": ("EDMEulerScheduler", {}, 20, {}),

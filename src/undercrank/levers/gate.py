@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from undercrank.levers.mirror import Mirror, mask
-from undercrank.levers.uploads import Watch
+from undercrank.levers.mirror import Mirror, mask, sent
+from undercrank.levers.uploads import Watch, is_on_host
 from undercrank.undo import appended, swap_attr, swap_class
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ READERS = frozenset({"HunyuanVideo15Transformer3DModel", "MochiTransformer3DMode
 ZEROS = {"HunyuanVideo15Pipeline": ("image_embeds",)}
 "Arguments that a pipeline makes of zeros, before its loop (pipeline_hunyuan_video1_5.py:719)."
 
+AHEAD = frozenset({"EasyAnimateRotaryPosEmbed"})
+"Modules that make host tensors, which each block then uploads for itself (embeddings.py:984)."
+
 CONSTANTS = frozenset({"HunyuanVideo15Transformer3DModel"})
 "Models that select by masks of zeros or ones made in the forward (transformer_hunyuan_video15.py:704-714)."
 
@@ -48,6 +51,9 @@ def gated(rig: Rig, watch: Watch) -> Iterator[None]:
             stack.enter_context(_gate(denoiser, _Gate(rig, watch, denoiser)))
             for blocks in () if _is_compiled(denoiser) else _block_lists(denoiser):
                 stack.enter_context(swap_class(blocks, _unwatched(type(blocks), watch)))
+            for module in denoiser.modules():
+                if type(module).__name__ in AHEAD:
+                    stack.enter_context(swap_class(module, _sending(type(module), watch)))
         yield
 
 
@@ -152,6 +158,16 @@ def _unwatched(cls: Any, watch: Watch) -> type:
 def _iterated(cls: Any, blocks: Any, watch: Watch) -> Iterator[Any]:
     with watch.suspended():
         yield from cls.__iter__(blocks)
+
+
+def _sending(cls: Any, watch: Watch) -> type:
+    """A module whose results are on the device before anybody asks for them there."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found, device = cls.__call__(self, *args, **kwargs), watch.mode.device
+        return tree_map(lambda x: sent(x, device) if is_on_host(x) and device.type != "cpu" else x, found)
+
+    return _subclass(cls, {"__call__": __call__})
 
 
 def _subclass(cls: Any, body: dict[str, Any]) -> type:

@@ -8,10 +8,11 @@ from pinned memory, and nobody waits for it.
 
 Promises: EXACT. Values used on the device still come from the device; latents are `torch.equal` to stock.
 
-Costs: one read of the schedule per generation (about 11 us on an L40S, by the authors of the CogVideoX study); for
-UniPC, one rehearsal of the scheduler on two elements per new schedule. The first three steps are watched for uploads,
-and all of them where there are some: about 2 us for each torch function outside the denoiser's blocks. A step's own host work: CogVideoX with DDIM
-0.2 ms more (one H200), UniPC less than stock's (0.59 ms against 0.72 ms on a 2-core CPU), since its scalars are known.
+Costs: one read of the schedule per generation (about 11 us on an L40S, by the authors of the CogVideoX study), and of
+the masks; for UniPC, one rehearsal of the scheduler on two elements per new schedule. The first three steps are watched
+for uploads, and all of them where there are some: about 2 us for each torch function outside the denoiser's blocks. A
+step's own host work: CogVideoX with DDIM 0.2 ms more (one H200), UniPC less than stock's (0.59 ms against 0.72 ms on a
+2-core CPU), since its scalars are known.
 
 Measured: stalls in the loop as CUDA itself counts them, one H200, 20 steps, tiny random weights: CogVideoX with
 DDIM and dynamic guidance 79 without and 0 with the lever; Wan with UniPC 132 and 0; flipbook, 25 steps, 167 and 0;
@@ -45,24 +46,42 @@ PROVEN = frozenset(
     {
         "WanPipeline",
         "WanImageToVideoPipeline",
+        "WanVACEPipeline",
+        "WanVideoToVideoPipeline",
+        "WanAnimatePipeline",
         "CogVideoXPipeline",
         "CogVideoXImageToVideoPipeline",
         "CogVideoXVideoToVideoPipeline",
         "CogVideoXFunControlPipeline",
+        "ConsisIDPipeline",
         "SkyReelsV2Pipeline",
+        "SkyReelsV2ImageToVideoPipeline",
         "SkyReelsV2DiffusionForcingPipeline",
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline",
+        "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
         "HunyuanVideoPipeline",
         "HunyuanVideoImageToVideoPipeline",
+        "HunyuanSkyreelsImageToVideoPipeline",
         "HunyuanVideo15Pipeline",
         "HunyuanVideo15ImageToVideoPipeline",
         "LTXPipeline",
         "LTXImageToVideoPipeline",
+        "LTXConditionPipeline",
         "LTX2Pipeline",
         "LTX2ImageToVideoPipeline",
         "MochiPipeline",
         "Cosmos2_5_PredictBasePipeline",
         "Kandinsky5T2VPipeline",
         "Kandinsky5I2VPipeline",
+        "AllegroPipeline",
+        "LattePipeline",
+        "MotifVideoPipeline",
+        "SanaVideoPipeline",
+        "ChronoEditPipeline",
+        "AnyFlowPipeline",
+        "EasyAnimatePipeline",
+        "StableVideoDiffusionPipeline",
+        "AnimateDiffPipeline",
     }
 )
 "Pipeline classes whose latents are compared, `torch.equal`, with the lever on and off by the tests."
@@ -109,10 +128,20 @@ def _mirrored_schedule(rig: Rig) -> Iterator[None]:
         stack.enter_context(appended(rig.at_end, lambda error: _scrub(rig)))
         stack.enter_context(gate.gated(rig, watch))
         stack.enter_context(gate.twins_of_masks(rig))
+        stack.enter_context(appended(rig.at_start, lambda total: _mirror_guidance(rig)))
         stack.enter_context(appended(rig.at_start, watch.start))
         stack.enter_context(appended(rig.at_step, watch.step))
         stack.enter_context(appended(rig.at_end, watch.stop))
         yield
+
+
+def _mirror_guidance(rig: Rig) -> None:
+    """A scale for each frame is a tensor: `do_classifier_free_guidance` asks for its largest, twice a step in SVD."""
+    from undercrank.levers.mirror import Mirror, mirror
+
+    scale = vars(rig.pipe).get("_guidance_scale")
+    if _is_plain_tensor(scale, Mirror):
+        put_back(rig.pipe, "_guidance_scale", mirror(scale, rig.device))
 
 
 def _mirroring(cls: Any, rig: Rig) -> type:

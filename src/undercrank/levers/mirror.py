@@ -21,7 +21,7 @@ aten = torch.ops.aten
 _EXACT_NAMES = (
     "select slice alias detach view unsqueeze squeeze lift_fresh unbind flip _unsafe_view _reshape_alias transpose "
     "clone add sub rsub mul div neg abs floor_divide floor ceil trunc clamp ge gt le lt eq ne "
-    "argmin argmax any all logical_not bitwise_not"
+    "max min argmin argmax any all logical_not bitwise_not"
 )
 
 

@@ -116,7 +116,7 @@ def _innermost() -> Any:
 def _to(mode: Uploads, func: Any, args: Any, kwargs: Any) -> Any:
     """`x.to(device)`, `x.to(device, dtype)`, `x.to(other)`; the cast is the host's, as in stock's blocking copy."""
     source, device, dtype = args[0], kwargs.get("device"), kwargs.get("dtype")
-    if not _is_on_host(source) or set(kwargs) - {"device", "dtype"}:
+    if not is_on_host(source) or set(kwargs) - {"device", "dtype"}:
         return _NOT_OURS
     for arg in args[1:]:
         if isinstance(arg, torch.Tensor):
@@ -156,14 +156,14 @@ def _constant(mode: Uploads, func: Any, args: Any, kwargs: Any) -> Any:
     return mode.constant(func, args, kwargs) if is_mask and mode.is_here(kwargs.get("device")) else _NOT_OURS
 
 
-def _is_on_host(value: Any) -> bool:
+def is_on_host(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, Mirror) and value.device.type == "cpu"
 
 
 def _is_host_index(part: Any) -> bool:
     if isinstance(part, list):
         return bool(part) and all(type(number) is int for number in part)
-    return _is_on_host(part) and part.dim() > 0 and part.dtype in (torch.int64, torch.int32)
+    return is_on_host(part) and part.dim() > 0 and part.dtype in (torch.int64, torch.int32)
 
 
 _CURES: dict[Any, Callable[..., Any]] = {
