@@ -27,6 +27,7 @@ FLOORS = {
     1: ("settings", "words", "families", "machine", "ledger", "rig"),
     2: (
         "levers",
+        "levers.compile",
         "levers.gate",
         "levers.host_sync",
         "levers.mirror",
@@ -47,6 +48,7 @@ SAME_FLOOR = {
     ("machine", "settings"),  # which GPUs are visible
     ("ledger", "settings"),  # where the user's rows are
     ("levers", "levers.host_sync"),  # ORDER
+    ("levers", "levers.compile"),
     ("levers", "levers.text_trim"),
     ("levers.host_sync", "levers.mirror"),  # two files of one lever
     ("levers.host_sync", "levers.unipc"),
