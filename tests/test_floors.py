@@ -31,6 +31,7 @@ FLOORS = {
         "levers.gate",
         "levers.host_sync",
         "levers.mirror",
+        "levers.mochi",
         "levers.text_trim",
         "levers.unipc",
         "levers.uploads",
@@ -55,6 +56,8 @@ SAME_FLOOR = {
     ("levers.host_sync", "levers.gate"),
     ("levers.host_sync", "levers.uploads"),
     ("levers.gate", "levers.mirror"),
+    ("levers.gate", "levers.mochi"),
+    ("levers.mochi", "levers.mirror"),
     ("levers.gate", "levers.uploads"),
     ("levers.uploads", "levers.mirror"),
     ("levers.unipc", "levers.mirror"),
@@ -68,7 +71,8 @@ SAME_FLOOR = {
 
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
-    "levers.gate", "levers.mirror", "levers.unipc", "levers.uploads", "load", "trace", "engine", "audit", "testing",
+    "levers.gate", "levers.mirror", "levers.mochi", "levers.unipc", "levers.uploads",
+    "load", "trace", "engine", "audit", "testing",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from undercrank.levers import mochi
 from undercrank.levers.mirror import Mirror, mask, sent
 from undercrank.levers.uploads import Watch, is_on_host
 from undercrank.undo import appended, swap_attr, swap_class
@@ -30,8 +31,11 @@ ENCODED: dict[str, dict[str, tuple[int, ...]]] = {
 }
 "Masks that a model reads back in its forward: pipeline, its method that makes them, which of its results."
 
-READERS = frozenset({"HunyuanVideo15Transformer3DModel", "MochiTransformer3DModel"})
-"The models that do; any other gets plain tensors."
+READERS = frozenset({"HunyuanVideo15Transformer3DModel"})
+"The models that are given them as they are; any other gets plain tensors, Mochi's attention the positions besides."
+
+PROMPT_BOUND = frozenset({"HunyuanVideo15Transformer3DModel", "MochiTransformer3DModel"})
+"Models whose forward selects tokens by the prompt's masks: one graph captured of it serves one set of masks only."
 
 ZEROS = {"HunyuanVideo15Pipeline": ("image_embeds",)}
 "Arguments that a pipeline makes of zeros, before its loop (pipeline_hunyuan_video1_5.py:719)."
@@ -48,7 +52,9 @@ def gated(rig: Rig, watch: Watch) -> Iterator[None]:
     """On: each denoiser and each of its lists of blocks is of a subclass. Off: as they were."""
     with ExitStack() as stack:
         for denoiser in rig.denoisers:
-            stack.enter_context(_gate(denoiser, _Gate(rig, watch, denoiser)))
+            gate = _Gate(rig, watch, denoiser)
+            stack.enter_context(_gate(denoiser, gate))
+            stack.enter_context(mochi.knowing(denoiser, gate.known))
             for blocks in () if _is_compiled(denoiser) else _block_lists(denoiser):
                 stack.enter_context(swap_class(blocks, _unwatched(type(blocks), watch)))
             for module in denoiser.modules():
@@ -88,12 +94,14 @@ class _Gate:
         self.reads_masks = name in READERS
         self.knows_constants = name in CONSTANTS
         self.zeros = ZEROS.get(type(rig.pipe).__name__, ())
+        self.known = mochi.Known()
         self._made: dict[str, tuple[torch.Tensor, Mirror]] = {}
 
     def call(self, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         if not self.rig.running:
             return forward(*args, **kwargs)
         whole = _is_compiled(module)
+        self.known.learn(kwargs)
         masks_stay = self.reads_masks and not whole
         args, kwargs = tree_map(lambda value: _given(value, masks_stay), (args, kwargs))
         if masks_stay:
@@ -104,7 +112,7 @@ class _Gate:
             with self.watch.suspended() if whole else nullcontext():
                 return forward(*args, **kwargs)
         finally:
-            mode.knows_constants = False
+            mode.knows_constants, self.known.places = False, None
 
     def _zeros(self, name: str, value: Any) -> Any:
         """The same Mirror for the same tensor, so that what follows from it is worked out once."""

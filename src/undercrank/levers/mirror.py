@@ -159,10 +159,19 @@ def plain(value: Any) -> Any:
 
 
 def sent(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device that nobody waits for. From pinned memory: CUDA would wait for any other."""
+    """A copy on the device that nobody waits for. From pinned memory: CUDA would wait for any other.
+
+    Not while a graph is captured, which would read that memory again and again: there stock's copy is refused by CUDA.
+    """
+    if device.type in ("cpu", "mps") or is_captured(device):
+        return on_host.to(device)
     if device.type == "cuda":
         on_host = on_host.pin_memory()
     return on_host.to(device, non_blocking=True)
+
+
+def is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _host(value: Any) -> Any:
@@ -199,8 +208,13 @@ def _is_exact(func: Any, subject: Any) -> bool:
 
 
 def _remembered(subject: Mirror, func: Any, args: Any, kwargs: Any) -> Any:
-    """The same question about a mask gets the same answer, unless the mask was written into meanwhile."""
+    """The same question about a mask gets the same answer, unless the mask was written into meanwhile.
+
+    A captured graph would keep the answer for one prompt and give it for every other: stock cannot be captured either.
+    """
     assert subject.memo is not None
+    if is_captured(subject.on_device.device):
+        raise RuntimeError("this model selects tokens by a mask of the prompt, which a captured graph cannot follow")
     if func._schema.is_mutable:
         return _answer(func, args, kwargs)
     try:
