@@ -39,7 +39,7 @@ FLOORS = {
     3: ("planner", "sources"),
     4: ("load", "trace", "video", "images", "screen", "doctor"),
     5: ("engine",),
-    6: ("audit", "oneshot", "testing"),
+    6: ("audit", "bench", "oneshot", "testing"),
     8: ("cli",),
 }
 FLOOR_OF = {
@@ -64,6 +64,7 @@ SAME_FLOOR = {
     ("sources", "planner"),  # the load of a family
     ("load", "trace"),  # progress events
     ("video", "images"),  # arrays to pixels
+    ("oneshot", "bench"),  # one comparison from the command line
     ("audit", "testing"),  # the tiny pipeline of a class
     ("doctor", "video"),  # which codecs there are
 }

@@ -88,7 +88,9 @@ def test_a_row_with_an_unknown_field_is_named(own_ledger: Path) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_number_that_is_none_is_named(own_ledger: Path, number: str) -> None:
     own_ledger.write_text(a_row().to_json().replace("1000.0", number) + "\n")
-    with pytest.raises(BadInput, match="line 1 is no ledger row .times and gains are finite numbers above 0.; remove the line"):
+    with pytest.raises(
+        BadInput, match="line 1 is no ledger row .times and gains are finite numbers above 0.; remove the line"
+    ):
         read_ledger()
 
 

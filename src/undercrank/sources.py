@@ -109,7 +109,7 @@ def _from_hub(spec: LoadSpec) -> Path:
         if (folder / "model_index.json").is_file():
             check_files(folder, read_index(folder), allow_pickle=spec.allow_pickle)
             return folder
-        missing = "is only partly on this machine"
+        missing = "is only partly on this machine: model_index.json is missing"
     except HFValidationError as error:
         text = f"{spec.source[:80]!r} is neither a model of this version nor a hub id: {str(error)[:120]}"
         raise BadInput(text, field="model") from error
