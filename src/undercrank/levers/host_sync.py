@@ -36,6 +36,22 @@ if TYPE_CHECKING:
 SCHEDULE = ("timesteps", "sigmas")
 "The attributes of a scheduler that pipelines and schedulers read back in the loop."
 
+SETTLED = frozenset(
+    {
+        "FlowMatchEulerDiscreteScheduler",
+        "FlowMatchLCMScheduler",
+        "DPMSolverMultistepScheduler",
+        "DPMSolverSinglestepScheduler",
+        "DEISMultistepScheduler",
+        "EulerDiscreteScheduler",
+        "EulerAncestralDiscreteScheduler",
+        "EDMEulerScheduler",
+        "EDMDPMSolverMultistepScheduler",
+        "HeunDiscreteScheduler",
+    }
+)
+"Schedulers whose step, once it knows its index, asks the device for nothing: plain sigmas serve there, and faster."
+
 KNOWN = "_undercrank_known"
 "Where a UniPC under the lever keeps its schedule's coefficients, from `set_timesteps` to the end of the run."
 
@@ -177,10 +193,12 @@ def _mirroring(cls: Any, rig: Rig) -> type:
             self.__dict__[KNOWN] = schedules.of(self)
         return result
 
+    settles = cls.__name__ in SETTLED and cls.__module__.startswith("diffusers.")
+
     @functools.wraps(cls.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """With its coefficients known, UniPC reads sigmas as host scalars only: the plain tensor serves, and faster."""
-        if _known_of(self) is None:
+        """With its coefficients known, UniPC reads sigmas as host scalars only, and so do the settled ones."""
+        if _known_of(self) is None and not (settles and self.step_index is not None):
             return cls.step(self, *args, **kwargs)
         with swap_attr(self, "sigmas", plain(self.sigmas)):
             return cls.step(self, *args, **kwargs)
@@ -192,8 +210,10 @@ def _mirroring(cls: Any, rig: Rig) -> type:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
     }
+    if knows_unipc or settles:
+        body["step"] = step
     if knows_unipc:
-        body |= {"step": step, **unipc.overrides(_known_of, rig.device, lambda: rig.count("host_sync.missed"))}
+        body |= {**unipc.overrides(_known_of, rig.device, lambda: rig.count("host_sync.missed"))}
     return type(cls.__name__, (cls,), body)
 
 
