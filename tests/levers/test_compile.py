@@ -270,7 +270,7 @@ def test_texts_trimmed_to_many_lengths_compile_nothing_after_the_second() -> Non
                 run(rig, steps=1, prompt=" ".join([PROMPT] * words))
                 counts.append(graphs(rig))
                 assert STRUCTURE.verify(rig, None) == []
-    assert counts[2:] == [0] * 5, counts
+    assert counts[2:] == [0] * 5 and sum(counts) <= 2, counts
 
 
 def test_a_caller_in_inference_mode_gets_as_few_graphs() -> None:

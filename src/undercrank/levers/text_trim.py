@@ -16,6 +16,7 @@ Measured: on a CPU only, see `docs/levers/text_trim.md`; on a GPU this code has 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -63,6 +64,10 @@ PICTURE = "image_embeds"
 "What HunyuanVideo-1.5 sees of a picture; all zero means that there is none, and then all of it is padding."
 
 
+TRIM = "_undercrank_trim"
+"Where a processor under the lever finds the cut of the forward it is in."
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextTrim(Lever):
     name = "text_trim"
@@ -103,7 +108,8 @@ def _trimmed_texts(rig: Rig) -> Iterator[None]:
             stack.enter_context(swap_attr(denoiser, "forward", trim.forward))
             stack.enter_context(appended(rig.at_end, trim.forget))
             for processor in _processors(denoiser):
-                stack.enter_context(swap_class(processor, _unmasked(type(processor), trim)))
+                stack.enter_context(swap_attr(processor, TRIM, trim))
+                stack.enter_context(swap_class(processor, _unmasked(processor.__class__)))
                 trim.processors += 1
         yield
 
@@ -223,8 +229,12 @@ def _processors(denoiser: Any) -> Iterator[Any]:
             yield processor
 
 
-def _unmasked(cls: Any, trim: _Trim) -> type:
-    """A subclass of the processor's class that attends without a mask where nothing is left to mask."""
+@functools.cache
+def _unmasked(cls: Any) -> type:
+    """A subclass of the processor's class that attends without a mask where nothing is left to mask.
+
+    One for all blocks, kept: a compiler takes blocks for alike only while their processors are of one class.
+    """
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0 as Plain
 
     def __call__(
@@ -236,6 +246,7 @@ def _unmasked(cls: Any, trim: _Trim) -> type:
         image_rotary_emb: Any = None,
     ) -> Any:
         """1.5's own arithmetic is 1.0's, but for the mask that it builds whatever it is given."""
+        trim = self._undercrank_trim
         if trim.cut is None:
             return cls.__call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         mask = None if trim.cut.whole else _over_keys(attention_mask, hidden_states.shape[1])
