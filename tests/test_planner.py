@@ -1084,3 +1084,43 @@ def test_the_smallest_clip_of_all_is_suggested_when_it_fits() -> None:
     machine = Machine(name="m", devices=(replace(GPU, free_bytes=weights + 400_000),), cpu_count=1)
     with pytest.raises(OutOfMemory, match="16x16 with 1 frames would fit"):
         guarded(machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Careful(Pretended):
+    name = "careful"
+    summary = "waits for a measurement"
+    promise = Promise.ROUNDING
+    only_measured = True
+
+
+@pytest.mark.parametrize(
+    ("rows", "status"),
+    [
+        ((), Status.DECLINED),
+        ((1.3,), Status.APPLIED),
+        ((1.01,), Status.DECLINED),
+        ((1.3, 0.9, 1.2), Status.APPLIED),
+        ((1.3, 0.9, 0.8), Status.DECLINED),
+    ],
+)
+def test_a_lever_that_waits_for_a_measurement_engages_where_the_median_row_shows_a_gain(
+    order: Order, rows: tuple[float, ...], status: Status
+) -> None:
+    order(Careful)
+    made = plan(rows=tuple(a_row(lever="careful", gain=gain) for gain in rows))
+    found = decision(made, "careful")
+    assert found.status is status
+    if not rows:
+        assert found.reason == f"unmeasured on {GPU.name}: ask for it with careful=on"
+
+
+def test_a_gain_on_another_device_is_no_measurement_here(order: Order) -> None:
+    order(Careful)
+    made = plan(rows=(a_row(lever="careful", gain=2.0, device="another GPU"),))
+    assert decision(made, "careful").status is Status.DECLINED
+
+
+def test_a_wish_needs_no_measurement(order: Order) -> None:
+    order(Careful)
+    assert decision(plan(wishes=(("careful", "on"),)), "careful").status is Status.APPLIED

@@ -92,9 +92,14 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     return plain[hint]
 
 
+WORDS = {"Compile": {"mode": st.sampled_from(["parity", "plain", "max"])}}
+"Fields of levers that take certain words only."
+
+
 def instances(cls: type[Record]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls)
-    return st.builds(cls, **{f.name: values(hints[f.name]) for f in fields(cls)})  # type: ignore[arg-type]
+    words = WORDS.get(cls.__name__, {})
+    return st.builds(cls, **{f.name: words.get(f.name) or values(hints[f.name]) for f in fields(cls)})  # type: ignore[arg-type]
 
 
 def typed(value: Any) -> Any:

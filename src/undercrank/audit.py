@@ -141,8 +141,7 @@ def show_all(*, steps: int, as_json: bool) -> None:
         (stock["pipeline"], stock["scheduler"], str(stock["in_loop"]), str(ours["in_loop"])) for stock, ours in both
     ]
     table(("pipeline", "scheduler", "stalls", "with host_sync"), rows, title=f"In the loop, {steps} steps")
-    if LEFT:
-        table(("line", "why it is left"), [(f"{file}:{line}", reason) for file, line, reason in LEFT])
+    table(("line that host_sync leaves", "why"), [(f"{file}:{line}", reason) for file, line, reason in LEFT])
 
 
 def _with_and_without(name: str, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -350,6 +350,9 @@ def _decide_one(
     rows = ledger.of_lever(cls.name, case)
     if slower := measured_slower(rows, case):
         return None, answer(Status.DECLINED, slower, rows)
+    if cls.only_measured and not measured_faster(rows, case):
+        knob = (cls.knobs or (cls.name,))[0]
+        return None, answer(Status.DECLINED, f"unmeasured on {case.device.name}: ask for it with {knob}=on", rows)
     if promise is Promise.LOSSY and (unproven := unproven_loss(rows, request.fidelity, case)):
         return None, answer(Status.DECLINED, unproven, rows)
     return lever, answer(Status.APPLIED, f"{lever.summary}; promise {promise.value}", rows)
@@ -368,6 +371,12 @@ def unmet_need(cls: type[Lever], case: Case) -> str | None:
     if needs.devices > max(1, alike):
         return f"needs {needs.devices} devices of one kind; here is {alike} of kind {case.device.kind}"
     return None
+
+
+def measured_faster(rows: tuple[Measurement, ...], case: Case) -> bool:
+    """Does the median row of this kind of device show a gain beyond the noise?"""
+    gains = [row.gain for row in rows if row.gain is not None and row.device == case.device.name]
+    return bool(gains) and _median(gains) > 1 + NOISE
 
 
 def measured_slower(rows: tuple[Measurement, ...], case: Case) -> str | None:

@@ -556,6 +556,8 @@ class Lever(Record):
     "Request knobs that speak of this lever; its own name when empty."
     needs: ClassVar[Needs] = Needs()
     summary: ClassVar[str] = ""
+    only_measured: ClassVar[bool] = False
+    "`auto` engages it only where a ledger row of this model on this kind of device shows a gain."
 
     def promises(self, case: Case) -> Promise:
         """What it does to the numbers in this case."""

@@ -485,21 +485,23 @@ def _hunyuan_vae() -> nn.Module:
     )
 
 
+_HUNYUAN_SHAPE: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": _LAYERS,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "mlp_ratio": 2.0,
+    "text_embed_dim": _TEXT_WIDTH,
+    "pooled_projection_dim": _TEXT_WIDTH,
+    "rope_axes_dim": (4, 6, 6),
+}
+
+
 def _hunyuan_transformer(**options: Any) -> nn.Module:
-    shape: dict[str, Any] = {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": _LAYERS,
-        "num_single_layers": 2,
-        "num_refiner_layers": 1,
-        "mlp_ratio": 2.0,
-        "text_embed_dim": _TEXT_WIDTH,
-        "pooled_projection_dim": _TEXT_WIDTH,
-        "rope_axes_dim": (4, 6, 6),
-    }
-    return diffusers.HunyuanVideoTransformer3DModel(**{**shape, **options})
+    return diffusers.HunyuanVideoTransformer3DModel(**{**_HUNYUAN_SHAPE, **options})
 
 
 def _hunyuan(family: Family) -> DiffusionPipeline:
@@ -976,13 +978,14 @@ def _svd() -> DiffusionPipeline:
     )
 
 
-def _animatediff() -> DiffusionPipeline:
-    return diffusers.AnimateDiffPipeline(
+def _animatediff(cls: str = "AnimateDiffPipeline", channels: int = 4) -> DiffusionPipeline:
+    return getattr(diffusers, cls)(
         vae=_autoencoder(),
         text_encoder=_clip_text(),
         tokenizer=_tokenizer("clip", model_max_length=77),
         unet=diffusers.UNet2DConditionModel(
             sample_size=_SIDE // 8,
+            in_channels=channels,
             block_out_channels=(8, 8),
             layers_per_block=1,
             down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -1026,6 +1029,71 @@ def _easyanimate() -> DiffusionPipeline:
             sample_height=_SIDE // 8,
         ),
         scheduler=_flow(),
+    )
+
+
+def _again(cls: str, base: DiffusionPipeline, **other: Any) -> DiffusionPipeline:
+    """Another class of the same parts, but for some."""
+    return getattr(diffusers, cls)(**{**base.components, **other})
+
+
+_UNET_3D: dict[str, Any] = {
+    "sample_size": _SIDE // 8,
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    "layers_per_block": 1,
+    "cross_attention_dim": _TEXT_WIDTH,
+    "norm_num_groups": 2,
+    "attention_head_dim": 4,
+}
+
+
+def _of_clip(cls: str, unet: nn.Module, **more: Any) -> DiffusionPipeline:
+    return getattr(diffusers, cls)(
+        vae=_autoencoder(),
+        text_encoder=_clip_text(),
+        tokenizer=_tokenizer("clip", model_max_length=77),
+        unet=unet,
+        scheduler=diffusers.DDIMScheduler(clip_sample=False),
+        **more,
+    )
+
+
+def _framepack() -> DiffusionPipeline:
+    transformer = diffusers.HunyuanVideoFramepackTransformer3DModel(
+        **_HUNYUAN_SHAPE, has_image_proj=True, image_proj_dim=_TEXT_WIDTH, has_clean_x_embedder=True
+    )
+    eyes = {"image_encoder": _siglip(), "feature_extractor": _siglip_images()}
+    base = _hunyuan(families.family("hunyuanvideo"))
+    return _again("HunyuanVideoFramepackPipeline", base, transformer=transformer, **eyes)
+
+
+def _cosmos_1(cls: str, channels: int) -> DiffusionPipeline:
+    widths = {"encoder_block_out_channels": (8, 8, 8, 8), "decode_block_out_channels": (8, 8, 8, 8)}
+    return getattr(diffusers, cls)(
+        text_encoder=_t5(),
+        tokenizer=_tokenizer("t5"),
+        transformer=diffusers.CosmosTransformer3DModel(
+            in_channels=channels,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            mlp_ratio=2.0,
+            text_embed_dim=_TEXT_WIDTH,
+            adaln_lora_dim=4,
+            max_size=(4, 32, 32),
+            concat_padding_mask=False,  # the transformer resizes the mask with torchvision
+            extra_pos_embed_type="learnable",
+        ),
+        vae=diffusers.AutoencoderKLCosmos(
+            latent_channels=4, attention_resolutions=(8,), resolution=_SIDE, num_layers=1, patch_size=4, **widths
+        ),
+        scheduler=diffusers.EDMEulerScheduler(
+            sigma_data=0.5, sigma_schedule="karras", prediction_type="epsilon", final_sigmas_type="sigma_min"
+        ),
+        safety_checker=_NoGuardrail(),
     )
 
 
@@ -1108,6 +1176,36 @@ OTHERS: dict[str, tuple[Callable[[], DiffusionPipeline], Inputs]] = {
     "StableVideoDiffusionPipeline": (_svd, lambda: {"image": _picture(), "num_frames": 2}),
     "AnimateDiffPipeline": (_animatediff, lambda: {"num_frames": 4}),
     "EasyAnimatePipeline": (_easyanimate, dict),
+    "SanaImageToVideoPipeline": (
+        lambda: _again("SanaImageToVideoPipeline", _sana_video(), scheduler=_flow(8.0)),
+        lambda: {"image": _picture(), "frames": 9, "use_resolution_binning": False, "complex_human_instruction": None},
+    ),
+    "LucyEditPipeline": (
+        lambda: _of_wan("LucyEditPipeline", _wan_transformer(in_channels=32), _flow(), expand_timesteps=True),
+        lambda: {"video": _pictures()},
+    ),
+    "LTX2ConditionPipeline": (
+        lambda: _again("LTX2ConditionPipeline", _ltx2(families.family("ltx-2"))),
+        lambda: {"num_frames": 9, "spatio_temporal_guidance_blocks": [1], "max_sequence_length": 256},
+    ),
+    "HunyuanVideoFramepackPipeline": (
+        _framepack,
+        lambda: {"image": _picture(), "num_frames": 9, "latent_window_size": 3, "max_sequence_length": 256},
+    ),
+    "AnimateDiffVideoToVideoPipeline": (
+        lambda: _animatediff("AnimateDiffVideoToVideoPipeline"),
+        lambda: {"video": _pictures(4)},
+    ),
+    "PIAPipeline": (lambda: _animatediff("PIAPipeline", channels=9), lambda: {"image": _picture(), "num_frames": 4}),
+    "TextToVideoSDPipeline": (
+        lambda: _of_clip("TextToVideoSDPipeline", diffusers.UNet3DConditionModel(**_UNET_3D)),
+        lambda: {"num_frames": 4},
+    ),
+    "CosmosTextToWorldPipeline": (lambda: _cosmos_1("CosmosTextToWorldPipeline", 4), lambda: {"num_frames": 9}),
+    "CosmosVideoToWorldPipeline": (
+        lambda: _cosmos_1("CosmosVideoToWorldPipeline", 5),
+        lambda: {"image": _picture(), "num_frames": 9},
+    ),
 }
 "Classes that no row has: what builds a tiny one, and what its call is given besides the usual."
 

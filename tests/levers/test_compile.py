@@ -88,7 +88,7 @@ def test_without_a_word_it_is_parity() -> None:
 
 def test_it_promises_rounding_and_is_doubted_where_nothing_was_measured() -> None:
     assert Compile().promises(case()) is Promise.ROUNDING
-    assert Compile().doubt(case()) == "unmeasured on a GPU: ask for it with compile=on"
+    assert Compile().doubt(case()) is None and Compile.only_measured
     assert Compile().doubt(case("cpu")) == "compiling for the CPU takes longer than a clip"
 
 

@@ -132,6 +132,18 @@ def test_what_was_asked_of_a_mask_is_not_worked_out_again(words: Mirror) -> None
     assert words.nonzero().tolist() == [[0], [1], [2], [3]]
 
 
+def test_valid_tokens_are_counted_on_the_host() -> None:
+    words = mask(torch.tensor([[1, 1, 1, 1]]), torch.tensor([[1, 1, 0, 0]]))  # twins differ: who answered is seen
+    longer = torch.cat([words.new_ones((1, 3)), words], dim=1)
+    count = 2 + longer.sum(dim=1, dtype=torch.int)
+    assert torch.arange(20)[: count[0]].tolist() == list(range(7)) and plain(count).item() == 9
+
+
+def test_a_sum_of_fractions_is_not_answered_by_the_twin() -> None:
+    words = mask(torch.tensor([0.5, 0.5]), torch.tensor([0.0, 0.0]))
+    assert type(words.sum()) is torch.Tensor and words.sum().item() == 1.0
+
+
 def test_stacked_masks_are_given_to_the_model_as_plain_tensors(words: Mirror) -> None:
     assert type(torch.stack([words, words])) is torch.Tensor
     assert isinstance(torch.cat([words, words]), Mirror)

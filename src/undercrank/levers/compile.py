@@ -49,6 +49,7 @@ LEFT_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 class Compile(Lever):
     name = "compile"
     summary = "the denoiser's repeated blocks run as compiled code"
+    only_measured = True
 
     mode: str = "parity"
     backend: str = "inductor"
@@ -69,10 +70,7 @@ class Compile(Lever):
         return Promise.ROUNDING
 
     def doubt(self, case: Case) -> str | None:
-        """`auto` does not engage what no row speaks for; a wish does."""
-        if case.device.kind == "cpu":
-            return "compiling for the CPU takes longer than a clip"
-        return f"unmeasured on {case.device.name or case.device.kind}: ask for it with compile=on"
+        return "compiling for the CPU takes longer than a clip" if case.device.kind == "cpu" else None
 
     def engage(self, rig: Rig) -> AbstractContextManager[Any]:
         return _compiled_blocks(rig, self)

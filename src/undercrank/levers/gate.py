@@ -26,15 +26,17 @@ ENCODED: dict[str, dict[str, tuple[int, ...]]] = {
     # transformer_hunyuan_video15.py:743-763 selects tokens by these masks, :701 asks whether there is a picture
     "HunyuanVideo15Pipeline": {"encode_prompt": (1, 3)},
     "HunyuanVideo15ImageToVideoPipeline": {"encode_prompt": (1, 3), "encode_image": (0,)},
+    # transformer_hunyuan_video_framepack.py:332 cuts the text to the valid tokens
+    "HunyuanVideoFramepackPipeline": {"encode_prompt": (2,)},
     # attention_processor.py:1068 looks up the valid tokens of each prompt in each block
     "MochiPipeline": {"encode_prompt": (1, 3)},
 }
 "Masks that a model reads back in its forward: pipeline, its method that makes them, which of its results."
 
-READERS = frozenset({"HunyuanVideo15Transformer3DModel"})
+READERS = frozenset({"HunyuanVideo15Transformer3DModel", "HunyuanVideoFramepackTransformer3DModel"})
 "The models that are given them as they are; any other gets plain tensors, Mochi's attention the positions besides."
 
-PROMPT_BOUND = frozenset({"HunyuanVideo15Transformer3DModel", "MochiTransformer3DModel"})
+PROMPT_BOUND = READERS | {"MochiTransformer3DModel"}
 "Models whose forward selects tokens by the prompt's masks: one graph captured of it serves one set of masks only."
 
 ZEROS = {"HunyuanVideo15Pipeline": ("image_embeds",)}

@@ -34,6 +34,10 @@ _EXACT_OPS = _overloads(_EXACT_NAMES)
 _SPREADING = _overloads("expand repeat")
 "Make the argument of a model out of a timestep: there a plain tensor serves. Exact too."
 _JOINING = _overloads("cat stack")
+_COUNTING = _overloads("sum")
+"Exact where what is summed up is whole numbers."
+_ALIKE = _overloads("new_ones new_zeros ones_like zeros_like")
+"Constants of a mask's kind."
 _WRITING = _overloads("copy_ fill_ zero_ add_ sub_ mul_ div_ neg_")
 "In-place operations whose result is the same on either side."
 
@@ -193,11 +197,21 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
         return _written(func, args, kwargs)
     if func in _JOINING and not kwargs:
         return _joined(func, args)
+    if func in _COUNTING and isinstance(subject, Mirror) and _counts(subject, kwargs):
+        return subject.like(func(subject.on_device, *args[1:], **kwargs), func(subject.on_host, *args[1:], **kwargs))
+    if func in _ALIKE and isinstance(subject, Mirror) and subject.memo is not None:
+        on_host = func(subject.on_host, *args[1:], **{k: v for k, v in kwargs.items() if k in ("dtype", "layout")})
+        return subject.like(func(subject.on_device, *args[1:], **kwargs), on_host)
     if _is_exact(func, subject) and not kwargs:
         mirrors = [arg for arg in args if isinstance(arg, Mirror)]
         if mirrors and _same_side(mirrors) and _others_are_scalars(args):
             return _paired(func, args, mirrors[0])
     return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _counts(subject: Mirror, kwargs: dict[str, Any]) -> bool:
+    dtype = kwargs.get("dtype") or subject.dtype
+    return subject.memo is not None and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _is_exact(func: Any, subject: Any) -> bool:
