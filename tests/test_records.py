@@ -99,7 +99,7 @@ WORDS = {"Compile": {"mode": st.sampled_from(["parity", "plain", "max"])}}
 def instances(cls: type[Record]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls)
     words = WORDS.get(cls.__name__, {})
-    return st.builds(cls, **{f.name: words.get(f.name) or values(hints[f.name]) for f in fields(cls)})  # type: ignore[arg-type]
+    return st.builds(cls, **{f.name: words[f.name] if f.name in words else values(hints[f.name]) for f in fields(cls)})  # type: ignore[arg-type]
 
 
 def typed(value: Any) -> Any:
@@ -374,7 +374,7 @@ def a_plan(levers: tuple[Lever, ...]) -> records.Plan:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("fps", ["1e9999999999", True, "1/0", "9" * 40])
+@pytest.mark.parametrize("fps", ["1e9999999999", True, "1/0", "9" * 400])
 def test_a_frame_rate_that_would_be_computed_for_ever_is_refused(fps: object) -> None:
     with pytest.raises(BadInput, match="fps"):
         Request.from_dict({"fps": fps})

@@ -239,7 +239,7 @@ def _typed(hint: Any, value: Any, levers: Sequence[type[Lever]]) -> Any:
     return value
 
 
-_FRACTION = re.compile(r"-?\d{1,30}(/\d{1,30}|\.\d{1,30})?")
+_FRACTION = re.compile(r"-?\d{1,300}(/\d{1,300}|\.\d{1,300})?")
 
 
 def _lever(data: Mapping[str, Any], levers: Sequence[type[Lever]]) -> Lever:

@@ -102,7 +102,7 @@ def test_every_proven_pipeline_makes_the_same_latents_on_the_cpu(name: str) -> N
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_classes_that_no_row_has_never_wait_either(name: str) -> None:
-    """On the logical device and on the CPU, but for the lines in the table; and the pipeline is left as it was found."""
+    """On the logical device, but for the lines in the table, and on the CPU; and nothing is left behind."""
     with quiet_libraries():
         pipe = tiny_pipeline_of(name)
         stock, latents = stalls_and_result(pipe, tiny_inputs(pipe, steps=4))
