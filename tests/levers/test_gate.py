@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from undercrank.engine import family_of_pipeline
 from undercrank.families import family
 from undercrank.levers.host_sync import HostSync
 from undercrank.levers.mirror import Mirror
 from undercrank.levers.uploads import _innermost
 from undercrank.rig import Rig
-from undercrank.testing import tiny_inputs, tiny_pipeline
+from undercrank.testing import tiny_inputs, tiny_pipeline, tiny_pipeline_of
 
 # Mochi asks for an autocast that the CPU does not have, and runs without it.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype is not supported:UserWarning")
@@ -75,6 +76,25 @@ def test_a_compiled_denoiser_makes_the_same_latents_in_as_many_graphs(how: str) 
 
     stock, count = run(False), len(graphs)
     assert torch.equal(stock, run(True)) and len(graphs) == count > 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bare_timestep_is_plain_when_a_unet_gets_it(compiled: bool) -> None:
+    """UNets are given `t` itself, where transformers are given `t.expand(batch)`."""
+    pipe = tiny_pipeline_of("AnimateDiffPipeline")
+    inputs = tiny_inputs(pipe, steps=2)
+    with torch.no_grad():
+        stock = pipe(**inputs).frames
+    seen: list[type] = []
+    if compiled:
+        torch._dynamo.reset()
+        pipe.unet = torch.compile(pipe.unet, backend="eager")
+    else:
+        pipe.unet.register_forward_pre_hook(lambda module, args: seen.extend(type(arg) for arg in args))
+    rig = Rig(pipe, family_of_pipeline(pipe), "cpu")
+    with rig.seams(), HostSync().engage(rig), rig.call(), torch.no_grad():
+        assert torch.equal(stock, pipe(**tiny_inputs(pipe, steps=2)).frames)
+    assert set(seen) <= {torch.Tensor} and (seen or compiled)
 
 
 def test_blocks_are_iterated_without_the_watch(monkeypatch) -> None:

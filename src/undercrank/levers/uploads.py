@@ -75,7 +75,7 @@ class Watch:
     def start(self, total: int) -> None:
         self.stop()
         self.mode.forget()
-        if self.mode.device.type != "cpu":
+        if self.mode.device.type not in ("cpu", "mps") and not self._pushed:  # still, beneath somebody's mode: it serves
             self._push()
 
     def step(self, index: int) -> None:
