@@ -344,3 +344,20 @@ def test_numpy_numbers_are_numbers(pipe) -> None:
     with undercrank.accelerate(pipe) as run, torch.no_grad():
         pipe(**(tiny_inputs(pipe, steps=3) | {"num_inference_steps": np.int64(3)}))
     assert run.plan.request.num_inference_steps == 3
+
+
+def test_what_the_user_put_on_the_pipeline_is_kept_and_said() -> None:
+    from diffusers import FirstBlockCacheConfig
+
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.set_progress_bar_config(disable=True)
+    with undercrank.accelerate(pipe, host_sync="on") as run:
+        film(pipe)
+        film(pipe)
+    assert run.plan.notes == (), "our own levers are not the user's"
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    cached = film(pipe)
+    with undercrank.accelerate(pipe, host_sync="on") as run:
+        assert torch.equal(film(pipe), cached)
+    assert run.plan.notes == ("already on this pipeline, and kept: a step cache of diffusers",)
+    assert pipe.transformer.is_cache_enabled

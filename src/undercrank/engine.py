@@ -112,6 +112,7 @@ class Engine:
         self._load_cost = (0.0, 0)
         self._held: list[tuple[Lever, ExitStack, Receipt]] = []
         self._cancel_reason: str | None = None
+        self._found_on: list[str] = []
         self._busy = threading.Lock()
         self._closed = False
         if pipe is not None:
@@ -140,7 +141,7 @@ class Engine:
             family=family.id, source="live", dtype=live.dtype, device=live.device.torch_name,
             parameters=_parameters_of(self.rig.pipe),
         )  # fmt: skip
-        return make_plan(
+        plan = make_plan(
             replace(request, model=family.id),
             family=family,
             machine=self.machine,
@@ -149,6 +150,8 @@ class Engine:
             live=live,
             strict=strict,
         )
+        note = f"already on this pipeline, and kept: {', '.join(self._found_on)}"
+        return replace(plan, notes=(*plan.notes, note)) if self._found_on else plan
 
     def generate(self, request: Request, *, listener: Listener = ignore) -> Clip:
         """Make one clip. Bad input is refused before a weight is read; a cancel stops within one step.
@@ -263,6 +266,7 @@ class Engine:
         rig = Rig(pipe, family_of_pipeline(pipe), str(pipe._execution_device))
         self._load_stack.enter_context(rig.seams())
         self.rig, self.live = rig, live_pipeline(rig, self.machine)
+        self._found_on = already_on(rig)  # now: later our own levers are there too
 
     def adopt_again(self) -> None:
         """The pipeline at hand was given another scheduler, denoiser, dtype or device: start over with it."""
@@ -285,6 +289,7 @@ class Engine:
             stack.enter_context(self._loaded.rig.seams())
         except BaseException:
             stack.close()
+            self._loaded = None
             raise
         self.rig, self._spec, self._load_stack = self._loaded.rig, spec, stack
         self._load_cost = (self._loaded.load_s, self._loaded.load_bytes)
@@ -433,7 +438,7 @@ def _memory_errors(plan: Plan, family: Family, machine: Machine, device: Device)
 
 
 def _allocated(device: str) -> int:
-    return torch.cuda.memory_allocated() if device.startswith("cuda") else 0
+    return torch.cuda.memory_allocated(torch.device(device)) if device.startswith("cuda") else 0
 
 
 # --------------------------------------------------------------------------- generate, in one line
@@ -664,6 +669,21 @@ def family_of_pipeline(pipe: Any) -> Family:
 def _parameters_of(pipe: Any) -> int:
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     return sum(weight.numel() for module in modules for weight in module.parameters())
+
+
+def already_on(rig: Rig) -> list[str]:
+    """What the user has put on the pipeline: it is kept, and a plan says so."""
+    found = []
+    parts = [part for denoiser in rig.denoisers for part in denoiser.modules()]
+    if any(getattr(part, "_compiled_call_impl", None) is not None for part in parts):
+        found.append("torch.compile")
+    if any(getattr(denoiser, "is_cache_enabled", False) for denoiser in rig.denoisers):
+        found.append("a step cache of diffusers")
+    if any(hasattr(part, "_hf_hook") for part in parts) or getattr(rig.pipe, "hf_device_map", None):
+        found.append("offloading or a device map")
+    if any(getattr(denoiser, "peft_config", None) for denoiser in rig.denoisers):
+        found.append("LoRA")
+    return found
 
 
 def live_pipeline(rig: Rig, machine: Machine) -> Live:
