@@ -75,7 +75,8 @@ class Watch:
     def start(self, total: int) -> None:
         self.stop()
         self.mode.forget()
-        if self.mode.device.type not in ("cpu", "mps") and not self._pushed:  # still, beneath somebody's mode: it serves
+        sends = self.mode.device.type not in ("cpu", "mps")
+        if sends and not self._pushed:  # else it is on still, beneath somebody's mode, and serves
             self._push()
 
     def step(self, index: int) -> None:
