@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -467,3 +467,20 @@ def test_a_prompt_from_elsewhere_does_not_steer_the_terminal(tmp_path: Path, mon
     }
     monkeypatch.setattr(oneshot, "read_recipe", lambda path: recipe)
     assert "\x1b" not in oneshot.recipe_in_words(file, as_json=False)
+
+
+@pytest.mark.parametrize(("asked", "seen"), [(None, ("PASSIVE", "1000")), ("ACTIVE", ("ACTIVE", None))])
+def test_waiting_threads_soon_sleep_unless_the_person_has_decided_otherwise(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, seen: tuple[str, str | None]
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", asked)
+    before, found = dict(os.environ), []
+    stand_in = ModuleType("undercrank.engine")
+    monkeypatch.setitem(sys.modules, "undercrank.engine", stand_in)
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    stand_in.__getattr__ = lambda name: found.append(tuple(map(os.environ.get, names))) or object  # type: ignore[method-assign]
+    oneshot._engine_class()
+    assert found[0] == seen and dict(os.environ) == before

@@ -125,14 +125,16 @@ def run_bench(
 
 
 def _engine_class() -> type[Engine]:
-    """Imports torch, with CPU threads that sleep while they wait for each other.
+    """Imports torch, with CPU threads that soon sleep while they wait for each other.
 
-    OpenMP reads its policy once, when it is loaded. Its default spins: on a machine whose cores have other work
-    too, a clip then takes ten times as long (flipbook on two cores, one of them busy, 8 steps: 45.6 s against 3.7 s).
+    OpenMP reads how long they spin once, when it is loaded. Its default is long: on a machine whose cores have other
+    work too, a clip takes twenty times as long. flipbook on two cores, ms a step (8 steps, one run each), idle and with
+    one core busy: default 205 and over 4000; spinning a thousand times 241 and 457; not at all 273 and 410.
     """
     with ExitStack() as stack:
         if settings().omp_wait_policy is None:
             stack.enter_context(swap_env("OMP_WAIT_POLICY", "PASSIVE"))
+            stack.enter_context(swap_env("GOMP_SPINCOUNT", "1000"))
         from undercrank.engine import Engine
 
         return Engine
