@@ -162,14 +162,28 @@ def wishes_in_words(request: Request) -> str:
 
 def as_row(comparison: Comparison, film: Film, lever: str) -> Measurement:
     """The ledger row of a lever that B has and A has not."""
-    report = film.report
+    runs = [run for run in comparison.runs if run.side == "B"]
+    return row_of(
+        film.report,
+        lever=lever,
+        n=len(runs),
+        step_ms=statistics.median(run.step_ms for run in runs),
+        spread_ms=(max(r.step_ms for r in runs) - min(r.step_ms for r in runs)) / 2,
+        total_s=statistics.median(run.total_s for run in runs),
+        peak_bytes=runs[0].peak_bytes,
+        gain=comparison.ratio,
+        distances={"max_abs": float(comparison.max_abs), **_psnr(comparison)},
+        note=f"A: {comparison.a}; B: {comparison.b}; {comparison.verdict}",
+    )
+
+
+def row_of(report: Report, **measured: Any) -> Measurement:
+    """A row of what was measured in runs like this one: the report says on what, `measured` says what."""
     request = report.request
     assert request.width and request.height and request.num_frames and request.num_inference_steps
-    b_runs = [run for run in comparison.runs if run.side == "B"]
     row = Measurement(
         id="",
         family=report.plan.load.family,
-        lever=lever,
         source=HERE,
         machine=report.machine.name,
         device=report.machine.device(report.plan.load.device).name,
@@ -179,14 +193,7 @@ def as_row(comparison: Comparison, film: Film, lever: str) -> Measurement:
         num_frames=request.num_frames,
         num_inference_steps=request.num_inference_steps,
         dtype=report.plan.load.dtype,
-        n=len(b_runs),
-        step_ms=statistics.median(run.step_ms for run in b_runs),
-        spread_ms=(max(r.step_ms for r in b_runs) - min(r.step_ms for r in b_runs)) / 2,
-        total_s=statistics.median(run.total_s for run in b_runs),
-        peak_bytes=b_runs[0].peak_bytes,
-        gain=comparison.ratio,
-        distances={"max_abs": float(comparison.max_abs), **_psnr(comparison)},
-        note=f"A: {comparison.a}; B: {comparison.b}; {comparison.verdict}",
+        **measured,
     )
     return replace(row, id=hashlib.sha256(row.to_json().encode()).hexdigest()[:12])
 

@@ -5,7 +5,6 @@ torch is imported only once the request has been checked: a slip in an option is
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undercrank import screen
-from undercrank.bench import compare, in_words
-from undercrank.ledger import HERE, append, read_ledger
+from undercrank.bench import compare, in_words, row_of
+from undercrank.ledger import append, read_ledger
 from undercrank.machine import this_machine
 from undercrank.planner import make_plan, refuse_if_too_big
 from undercrank.records import BadInput, Measurement, NotFound, Plan, Report, Request, RunFailed
@@ -239,32 +238,17 @@ def _remember(report: Report) -> None:
 
 
 def _row_of(report: Report) -> Measurement:
-    request, trace = report.request, report.trace
-    device = report.machine.device(report.plan.load.device)
-    assert request.width and request.height and request.num_frames and request.num_inference_steps
-    steps = sorted(trace.step_ms)
-    total_s = sum(seconds for stage, seconds in trace.stage_s.items() if stage != "load")
-    row = Measurement(
-        id="",
-        family=report.plan.load.family,
+    steps = sorted(report.trace.step_ms)
+    return row_of(
+        report,
         lever=None,
-        source=HERE,
-        machine=report.machine.name,
-        device=device.name,
-        versions=report.machine.packages,
-        width=request.width,
-        height=request.height,
-        num_frames=request.num_frames,
-        num_inference_steps=request.num_inference_steps,
-        dtype=report.plan.load.dtype,
         n=1,
         step_ms=steps[len(steps) // 2] if steps else None,
         spread_ms=(steps[-1] - steps[0]) / 2 if steps else None,
-        total_s=total_s,
-        peak_bytes=trace.peak_bytes,
+        total_s=sum(seconds for stage, seconds in report.trace.stage_s.items() if stage != "load"),
+        peak_bytes=report.trace.peak_bytes,
         note=f"levers: {', '.join(receipt.lever for receipt in report.receipts) or 'none'}",
     )
-    return replace(row, id=hashlib.sha256(row.to_json().encode()).hexdigest()[:12])
 
 
 # --------------------------------------------------------------------------- said
