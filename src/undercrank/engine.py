@@ -113,6 +113,7 @@ class Engine:
         self._held: list[tuple[Lever, ExitStack, Receipt]] = []
         self._cancel_reason: str | None = None
         self._found_on: list[str] = []
+        self._parameters = 0
         self._busy = threading.Lock()
         self._closed = False
         if pipe is not None:
@@ -139,7 +140,7 @@ class Engine:
         family, live = self.rig.family, self.live
         load = LoadSpec(
             family=family.id, source="live", dtype=live.dtype, device=live.device.torch_name,
-            parameters=_parameters_of(self.rig.pipe),
+            parameters=self._parameters,
         )  # fmt: skip
         plan = make_plan(
             replace(request, model=family.id),
@@ -267,6 +268,7 @@ class Engine:
         self._load_stack.enter_context(rig.seams())
         self.rig, self.live = rig, live_pipeline(rig, self.machine)
         self._found_on = already_on(rig)  # now: later our own levers are there too
+        self._parameters = _parameters_of(pipe)  # once, not at each call
 
     def adopt_again(self) -> None:
         """The pipeline at hand was given another scheduler, denoiser, dtype or device: start over with it."""

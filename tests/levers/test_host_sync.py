@@ -177,3 +177,13 @@ def test_no_mirror_is_left_after_an_exception_in_the_loop() -> None:
             pipe(**tiny_inputs(pipe, steps=4), callback_on_step_end=stop)
         held = [*vars(pipe.scheduler).values(), *vars(pipe).values(), *pipe.scheduler.timestep_list]
         assert not [value for value in held if isinstance(value, Mirror)]
+
+
+def test_two_of_them_on_one_scheduler_nest() -> None:
+    """A pipeline called inside another's callback may share its scheduler."""
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    outer, inner = (Rig(pipe, family("wan2.1-1.3b"), "cpu") for _ in range(2))
+    with HostSync().engage(outer), outer.call(), HostSync().engage(inner), inner.call():
+        pipe.scheduler.set_timesteps(4)
+        assert "_setting" not in vars(pipe.scheduler) and isinstance(pipe.scheduler.timesteps, Mirror)
+    assert type(pipe.scheduler).__module__.startswith("diffusers") and type(pipe.scheduler.timesteps) is torch.Tensor

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from undercrank.records import Case, Lever, Promise, Trace
-from undercrank.undo import appended, put_back, swap_attr, swap_class
+from undercrank.undo import appended, put_back, swap_attr, swap_class, swap_item
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -196,11 +196,8 @@ def _mirroring(cls: Any, rig: Rig) -> type:
 
     @functools.wraps(cls.set_timesteps)  # pipelines inspect its signature
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["_setting"] = True
-        try:
+        with swap_item(self.__dict__, "_setting", True):  # which nests: a second block may lie over this one
             result = cls.set_timesteps(self, *args, **kwargs)
-        finally:
-            del self.__dict__["_setting"]
         for name in SCHEDULE:
             if name in self.__dict__:
                 setattr(self, name, self.__dict__[name])
@@ -228,7 +225,7 @@ def _mirroring(cls: Any, rig: Rig) -> type:
     if knows_unipc or settles:
         body["step"] = step
     if knows_unipc:
-        body |= {**unipc.overrides(_known_of, rig.device, lambda: rig.count("host_sync.missed"))}
+        body |= unipc.overrides(_known_of, rig.device, lambda: rig.count("host_sync.missed"))
     return type(cls.__name__, (cls,), body)
 
 
