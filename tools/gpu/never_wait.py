@@ -1,0 +1,272 @@
+"""The figures of the levers that keep the device busy, on full-size models with random weights, in one run.
+
+    python tools/gpu/never_wait.py --out FOLDER                       # on a CUDA machine
+    python tools/gpu/never_wait.py --out FOLDER --rehearse            # tiny, on the CPU: does the script itself work?
+    python tools/gpu/never_wait.py --out FOLDER --rows hunyuan wan    # only rows whose names begin so
+
+Each row compares settings of levers on one pipeline: every setting once untimed, then all of them in order and again
+in the opposite order, so that whoever runs later is not favoured. Writes never_wait.json after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from full_size import SUBJECTS
+
+import undercrank
+from undercrank.machine import this_machine
+
+OFF = {"host_sync": "off", "text_trim": "off", "compile": "off"}
+"Stock: every lever off."
+
+
+class Bench:
+    """One pipeline on one device, and its calls under settings of levers."""
+
+    def __init__(self, name: str, device: str, rehearse: bool) -> None:
+        self.subject, self.device, self.rehearse = SUBJECTS[name], device, rehearse
+        self.pipe = self.subject.pipeline(device, rehearse)
+
+    def call(self, steps: int, levers: dict[str, str], **more: Any) -> dict[str, Any]:
+        """One call: latents, step times, stalls, peak bytes, what the levers counted."""
+        inputs = self.subject.inputs(self.pipe, self.device, min(steps, 3) if self.rehearse else steps, self.rehearse)
+        with undercrank.accelerate(self.pipe, **(OFF | levers)) as run, torch.no_grad():
+            begun = time.perf_counter()
+            latents = self.pipe(**inputs | more).frames
+            wall_s = time.perf_counter() - begun
+        trace = run.trace
+        assert trace is not None
+        return {
+            "latents": latents.detach().float().cpu(),
+            "wall_s": wall_s,
+            "step_ms": trace.step_ms,
+            "denoise_s": trace.stage_s["denoise"],
+            "stalls": trace.stalls,
+            "stall_sites": trace.stall_sites,
+            "peak_gib": (trace.peak_bytes or 0) / 2**30,
+            "complaints": [c for receipt in run.receipts for c in receipt.complaints],
+            "levers": [receipt.lever for receipt in run.receipts],
+            "counters": dict(run.rig.counters),
+        }
+
+    def compare(self, steps: int, settings: dict[str, dict[str, str]], **more: Any) -> dict[str, Any]:
+        """Every setting once untimed, then forward and backward; ratios to the first setting."""
+        first = {name: self.call(steps, levers, **more) for name, levers in settings.items()}
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
+        for name in (*settings, *reversed(settings)):
+            runs[name].append(self.call(steps, settings[name], **more))
+        stock = next(iter(settings))
+        return {
+            name: {
+                "step_ms": [round(ms, 2) for run in found for ms in run["step_ms"]],
+                "median_step_ms": _median_step(found),
+                "denoise_s": [round(run["denoise_s"], 4) for run in found],
+                "ratio_to_first": [
+                    round(a["denoise_s"] / b["denoise_s"], 4) for a, b in zip(runs[stock], found, strict=True)
+                ],
+                "median_ratio": _median_step(runs[stock]) / _median_step(found),
+                "warm_up_s": first[name]["wall_s"] - found[0]["wall_s"],
+                "stalls": [run["stalls"] for run in found],
+                "stall_sites": found[-1]["stall_sites"],
+                "peak_gib": found[-1]["peak_gib"],
+                "levers": found[-1]["levers"],
+                "complaints": found[-1]["complaints"] + first[name]["complaints"],
+                "counters": found[-1]["counters"],
+                "first_counters": first[name]["counters"],
+                "equals_first": torch.equal(runs[stock][-1]["latents"], found[-1]["latents"]),
+                "repeats": torch.equal(found[0]["latents"], found[-1]["latents"]),
+                "relative_to_first": _relative(found[-1]["latents"], runs[stock][-1]["latents"]),
+            }
+            for name, found in runs.items()
+        }
+
+    def forward(self, levers: dict[str, str]) -> torch.Tensor:
+        """What the denoiser returned in the one forward of a one-step call, in float32 on the host."""
+        seen: list[torch.Tensor] = []
+        hook = self.pipe.transformer.register_forward_hook(
+            lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output.sample)
+        )
+        try:
+            self.call(1, levers)
+        finally:
+            hook.remove()
+        return seen[0].detach().float().cpu()
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def cogvideox(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    bench = Bench("cogvideox-2b", device, rehearse)
+    dynamic = {"use_dynamic_cfg": True, "guidance_scale": 6.0}
+    yield (
+        "20 steps, dynamic guidance: host_sync",
+        lambda: bench.compare(20, {"stock": {}, "host_sync": {"host_sync": "on"}}, **dynamic),
+    )
+    yield "nothing copies back", lambda: _under_error_mode(bench, **dynamic)
+    yield (
+        "4 steps: compile",
+        lambda: bench.compare(
+            4, {"eager": {"host_sync": "on"}, "compiled": {"host_sync": "on", "compile": "parity"}}, guidance_scale=6.0
+        ),
+    )
+
+
+def hunyuan_720p(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield from _hunyuan("hunyuanvideo-1.5-720p", 2, device, rehearse)
+
+
+def hunyuan_480p(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield from _hunyuan("hunyuanvideo-1.5-480p", 4, device, rehearse)
+
+
+def _hunyuan(name: str, steps: int, device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    bench = Bench(name, device, rehearse)
+    trimmed = {"text_trim": "on", "host_sync": "on"}
+    settings = {
+        "stock": {},
+        "trimmed": trimmed,
+        "trimmed, compiled": trimmed | {"compile": "parity"},
+        "trimmed, compiled plain": trimmed | {"compile": "plain"},
+    }
+    yield "one forward a step", lambda: bench.compare(steps, settings)
+    yield "kernels", lambda: _kernels(bench, settings["trimmed, compiled"])
+    yield "distances of one forward", lambda: _distances(bench, settings)
+
+
+def wan_14b(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    bench = Bench("wan2.1-14b", device, rehearse)
+    settings = {"eager": {"host_sync": "on"}, "compiled": {"host_sync": "on", "compile": "parity"}}
+    yield "one forward a step", lambda: bench.compare(3, settings)
+    yield "kernels", lambda: _kernels(bench, settings["compiled"])
+
+
+def small(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for name in ("wan2.1-1.3b", "ltx-video"):
+        bench = Bench(name, device, rehearse)
+        yield f"{name}: host_sync", lambda bench=bench: bench.compare(20, {"stock": {}, "on": {"host_sync": "on"}})
+
+
+GROUPS = {
+    "cogvideox": cogvideox,
+    "hunyuan 720p": hunyuan_720p,
+    "hunyuan 480p": hunyuan_480p,
+    "wan 14b": wan_14b,
+    "small": small,
+}
+
+
+def _under_error_mode(bench: Bench, **more: Any) -> dict[str, Any]:
+    """CUDA raises at any copy back between the second step and the end of the loop."""
+    if bench.device == "cpu":
+        return {"skipped": "needs CUDA"}
+    inputs = bench.subject.inputs(bench.pipe, bench.device, 20)
+    with undercrank.accelerate(bench.pipe, **(OFF | {"host_sync": "on"})) as run, torch.no_grad():
+        bench.pipe(**inputs | more)
+        run.rig.at_step.append(lambda index: torch.cuda.set_sync_debug_mode("error") if index == 1 else None)
+        run.rig.at_end.append(lambda error: torch.cuda.set_sync_debug_mode("default"))
+        try:
+            bench.pipe(**inputs | more)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return {"raised": False}
+
+
+def _distances(bench: Bench, settings: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Relative error of one forward against stock in the run's dtype and against float32."""
+    outputs = {name: bench.forward(levers) for name, levers in settings.items()}
+    bench.pipe.transformer.float()
+    outputs["trimmed float32"] = bench.forward(settings["trimmed"])
+    bench.pipe.transformer.to(bench.subject.dtype)
+    against = {name: outputs[name] for name in ("stock", "trimmed float32")}
+    return {
+        name: {f"against {other}": _relative(output, reference) for other, reference in against.items()}
+        for name, output in outputs.items()
+    }
+
+
+def _kernels(bench: Bench, levers: dict[str, str]) -> dict[str, Any]:
+    """Where the device's time goes in a call of one step, by kernel."""
+    if bench.device == "cpu":
+        return {"skipped": "needs CUDA"}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        bench.call(1, levers)
+    events = sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in events)
+    return {
+        "total_ms": total / 1000,
+        "kernels": [
+            [
+                e.key[:110],
+                e.count,
+                round(e.self_device_time_total / 1000, 2),
+                round(e.self_device_time_total / total, 4),
+            ]
+            for e in events[:25]
+        ],
+    }
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def _median_step(runs: list[dict[str, Any]]) -> float:
+    return statistics.median(ms for run in runs for ms in run["step_ms"])
+
+
+def main() -> None:
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    device = "cpu" if options.rehearse else "cuda"
+    story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
+    for group, rows in GROUPS.items():
+        if options.rows and not any(group.startswith(start) for start in options.rows):
+            continue
+        for name, work in _kept_rows(rows, device, options.rehearse):
+            begun = time.perf_counter()
+            found = _kept(work)
+            story[f"{group}: {name}"] = found | {"took_s": round(time.perf_counter() - begun, 1)}
+            print(f"{group}: {name}", json.dumps(story[f"{group}: {name}"])[:2500], flush=True)
+            (options.out / "never_wait.json").write_text(json.dumps(story, indent=1))
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _kept_rows(rows: Any, device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    try:
+        yield from rows(device, rehearse)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        yield "build", lambda: {"failed": message}
+
+
+def _kept(work: Callable[[], Any]) -> dict[str, Any]:
+    """One failed row must not cost the others: its error is the row."""
+    try:
+        return work()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc().splitlines()[-12:]}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--rows", nargs="*", default=[])
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
