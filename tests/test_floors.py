@@ -24,7 +24,7 @@ FILES = {
 
 FLOORS = {
     0: ("undercrank", "records", "undo"),
-    1: ("settings", "words", "families", "machine", "ledger", "rig"),
+    1: ("settings", "words", "families", "machine", "ledger", "rig", "schedules"),
     2: (
         "levers",
         "levers.compile",
