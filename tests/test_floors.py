@@ -24,7 +24,19 @@ FILES = {
 
 FLOORS = {
     0: ("undercrank", "records", "undo"),
-    1: ("settings", "words", "families", "machine", "ledger", "rig", "schedules"),
+    1: (
+        "settings",
+        "words",
+        "families",
+        "machine",
+        "ledger",
+        "rig",
+        "schedules",
+        "database",
+        "jobs",
+        "migrations",
+        "migrations.m0001_first",
+    ),
     2: (
         "levers",
         "levers.compile",
@@ -48,6 +60,7 @@ FLOOR_OF = {
 SAME_FLOOR = {
     ("machine", "settings"),  # which GPUs are visible
     ("ledger", "settings"),  # where the user's rows are
+    ("jobs", "database"),  # the tables under the queue
     ("levers", "levers.host_sync"),  # ORDER
     ("levers", "levers.compile"),
     ("levers", "levers.text_trim"),
@@ -83,6 +96,8 @@ DOORS = {
     "rich": {"screen"},
     "typer": {"cli"},
     "huggingface_hub": {"sources"},
+    "sqlalchemy": {"database", "jobs", "migrations.m0001_first"},
+    "alembic": {"database", "migrations.m0001_first"},
 }
 READS_ENVIRONMENT = {
     "settings",
