@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from undercrank import bench
+from undercrank.figures import Attention, Gemm, Kernel, Look, Profile, Rate, Rates, Work
 from undercrank.records import BadInput, Fidelity, Request
 
 A = Request(prompt="a ball", seed=1, wishes=(("host_sync", "off"),))
@@ -26,6 +27,9 @@ def stand_in(seconds: dict[str, list[float]], shift: int = 0):
             step_ms=(loop_s * 500, loop_s * 500),
             stalls=40 if side == "A" else 0,
             peak_bytes=2**30,
+            stall_sites={"pipeline.py:7": 40} if side == "A" else {},
+            host_us=(9000.0, 2000.0) if side == "A" else (),
+            counters={"compile.ms": 3500} if side == "B" else {},
         )
         frames = np.full((2, 4, 4, 3), 100 + (shift if side == "B" else 0), np.uint8)
         plan = SimpleNamespace(levers=[SimpleNamespace(name="host_sync")] if side == "B" else [])
@@ -112,3 +116,67 @@ def test_every_timed_run_is_printed():
     text = bench.in_words(bench.compare(make, A, B)[0])
     for word in ("run 1 A: loop 2.000 s", "run 4 A: loop 2.250 s", "stalls 40", "stalls 0", "2.000, 2.000"):
         assert word in text
+
+
+def test_what_compiling_took_and_where_the_host_stalled_are_told_apart_by_side():
+    make, _ = stand_in({"A": [5.0, 2.0, 2.25], "B": [9.0, 1.0, 1.125]})
+    comparison, _ = bench.compare(make, A, B)
+    assert comparison.compile_s == {"B": 3.5} and comparison.stall_sites == {"A": {"pipeline.py:7": 40}, "B": {}}
+    assert [run.host_us for run in comparison.runs] == [2000.0, None, None, 2000.0]
+    text = bench.in_words(comparison)
+    for words in ("of that, compiling: B 3.5 s", "stalls of A: 40 at pipeline.py:7", "host 2.0 ms a step"):
+        assert words in text
+
+
+class StandInLab:
+    """B has half of A's work."""
+
+    def look(self, request):
+        n = 1000 if request is A else 500
+        work = Work(
+            gemms=(Gemm(batch=1, m=10**6, n=n, k=500),),
+            attentions=(Attention(b=1, h=1, l=10**4, s=10**4, d=n // 4),),
+            conv_flops=0,
+        )
+        profile = Profile(
+            steps=2, loop_ms=20.0, busy_ms=16.0, cpu_blocked_ms=3.25, blocked_by={"cudaStreamSynchronize": 3.25},
+            kernels=(Kernel(name="nvjet_tst", ms=12.0, count=4), Kernel(name="rope", ms=4.0, count=4)),
+        )  # fmt: skip
+        return SimpleNamespace(look=Look(works=(work, work), profile=profile, host_us=(900.0, 100.0, 120.0)))
+
+    def rates(self, looks):
+        one = Rate(kernel="gemm", shape="x", tflops=10.0, low=9.0, high=11.0, n=5)
+        best = Rate(kernel="cudnn", shape="x", tflops=1.0, low=1.0, high=1.0, n=5)
+        return Rates(device="chip", dtype="bfloat16", gemm=(one,), attention=(best,), refused={"flash x": "too old"})
+
+    def forward_error(self, a, b):
+        return 0.004
+
+
+def test_each_row_shows_its_time_over_the_floor_of_its_own_side():
+    make, _ = stand_in({"A": [5.0, 2.0, 2.0], "B": [9.0, 1.0, 1.0]})
+    comparison, _ = bench.compare(make, A, B, lab=StandInLab())
+    # two forwards of 10^12 / 10^13 s and 10^11 / 10^12 s; B half of it
+    assert comparison.floor_ms("A") == pytest.approx(400.0) and comparison.floor_ms("B") == pytest.approx(200.0)
+    assert comparison.gpu_idle_share("A") == pytest.approx(1 - 8 / 1000)
+    text = bench.in_words(comparison)
+    for words in (
+        "run 1 A: loop 2.000 s, 1000.0 ms a step, 2.500x its floor",
+        "B, floor of a step: 200.0 ms; 2.500x",
+        "CPU blocked 3.25 ms (cudaStreamSynchronize 3.25)",
+        "GPU idle: 98.4%",
+        "75.0%      12.00 ms  nvjet_tst",
+        "host outside the denoiser: 110 us a step",
+        "gemm x: 10.0 (9.0 to 11.0, n 5)",
+        "flash x: does not serve here: too old",
+        "first forward differs by 4.00e-03",
+    ):
+        assert words in text, text
+    assert bench.Comparison.from_dict(comparison.to_dict()) == comparison
+
+
+def test_without_a_lab_nothing_is_said_of_a_floor():
+    make, _ = stand_in({"A": [5.0, 2.0, 2.0], "B": [9.0, 1.0, 1.0]})
+    comparison, _ = bench.compare(make, A, B)
+    assert comparison.floor_ms("A") is None and comparison.gpu_idle_share("A") is None
+    assert "floor" not in bench.in_words(comparison) and "first forward" not in bench.in_words(comparison)

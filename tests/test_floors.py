@@ -28,6 +28,7 @@ FLOORS = {
         "settings",
         "words",
         "families",
+        "figures",
         "machine",
         "ledger",
         "rig",
@@ -49,9 +50,9 @@ FLOORS = {
         "levers.uploads",
     ),
     3: ("planner", "sources"),
-    4: ("load", "trace", "video", "images", "screen", "doctor"),
+    4: ("load", "trace", "work", "profiling", "video", "images", "screen", "doctor"),
     5: ("engine",),
-    6: ("audit", "bench", "oneshot", "testing"),
+    6: ("audit", "bench", "lab", "oneshot", "testing"),
     8: ("cli",),
 }
 FLOOR_OF = {
@@ -78,6 +79,9 @@ SAME_FLOOR = {
     ("load", "trace"),  # progress events
     ("video", "images"),  # arrays to pixels
     ("oneshot", "bench"),  # one comparison from the command line
+    ("oneshot", "lab"),  # and its untimed runs
+    ("profiling", "work"),  # the wrapper around forwards
+    ("profiling", "trace"),  # which waits are our own
     ("audit", "testing"),  # the tiny pipeline of a class
     ("doctor", "video"),  # which codecs there are
 }
@@ -86,7 +90,7 @@ SAME_FLOOR = {
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
     "levers.gate", "levers.mirror", "levers.mochi", "levers.unipc", "levers.uploads",
-    "load", "trace", "engine", "audit", "testing",
+    "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},

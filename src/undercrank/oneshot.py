@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undercrank import screen
-from undercrank.bench import compare, in_words, row_of
 from undercrank.ledger import append, read_ledger
 from undercrank.machine import this_machine
 from undercrank.planner import make_plan, refuse_if_too_big
@@ -28,6 +27,7 @@ from undercrank.video import appears_whole, printable, read_recipe, safe_stem
 
 if TYPE_CHECKING:
     from undercrank.engine import Clip, Engine
+    from undercrank.lab import Lab
 
 OnCancellable = Callable[[Callable[[str], bool]], AbstractContextManager[None]]
 
@@ -101,19 +101,22 @@ def run_bench(
     *,
     pairs: int,
     keep: bool,
+    look: bool,
     allow_pickle: bool,
     local_files_only: bool,
     as_json: bool,
     on_cancellable: OnCancellable,
 ) -> None:
     """Time A against B and print what was seen. Raises the errors of the engine and of `bench.compare`."""
+    from undercrank.bench import compare, in_words
+
     for request in (a, b):
         _plan(request, allow_pickle, local_files_only)
     with (
         _engine_class()(allow_pickle=allow_pickle, local_files_only=local_files_only) as engine,
         on_cancellable(engine.cancel),
     ):
-        comparison, rows = compare(engine.generate, a, b, pairs=pairs)
+        comparison, rows = compare(engine.generate, a, b, pairs=pairs, lab=_lab(engine) if look else None)
     if keep:
         for row in rows:
             append(row)
@@ -121,6 +124,12 @@ def run_bench(
         screen.print_json({"event": "done", "comparison": comparison.to_dict(), "rows": [r.to_dict() for r in rows]})
     else:
         screen.put(in_words(comparison))
+
+
+def _lab(engine: Engine) -> Lab:
+    from undercrank.lab import Lab
+
+    return Lab(engine)
 
 
 def _engine_class() -> type[Engine]:
@@ -238,6 +247,8 @@ def _remember(report: Report) -> None:
 
 
 def _row_of(report: Report) -> Measurement:
+    from undercrank.bench import row_of
+
     steps = sorted(report.trace.step_ms)
     return row_of(
         report,

@@ -523,6 +523,10 @@ class Trace(Record):
     load_bytes: int = 0
     cpu_threads: int = 0
     "Threads of torch on the CPU: another number sums in another order, and so makes other bits."
+    host_us: tuple[float, ...] = ()
+    "Host microseconds of each step, without those in which we held it back; empty where there is no device beside it."
+    counters: dict[str, int] = field(default_factory=dict)
+    "What the levers counted, by `lever.what`: `compile.ms`, `host_sync.mirrored`."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,10 @@ RUN_AHEAD_STEPS = 2
 "How far the host may queue work before the device: bounds the delay of a cancel, leaves the device no gap."
 
 
+WAIT = "undercrank.wait"
+"Name, in a profile, of the stretches in which the host waits because we want it to."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Progress of one stage: load (bytes), text, denoise (steps), decode, encode (frames)."""
@@ -56,6 +60,8 @@ class Tracer:
         self._stalls: Counter[str] = Counter()
         self._counts_stalls = rig.device.startswith("cuda")
         self._loop: ExitStack | None = None
+        self._host_us: list[float] = []
+        self._resumed = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -80,14 +86,17 @@ class Tracer:
         if self._counts_stalls:
             self._loop = ExitStack()
             self._loop.enter_context(cuda_stalls(self._stalls))
+        self._resumed = time.perf_counter()
 
     def _step(self, index: int) -> None:
+        self._host_us.append((time.perf_counter() - self._resumed) * 1e6)
         self._clock.stamp()
         self._clock.hold_back(RUN_AHEAD_STEPS)
         done, total = index + 1, self._rig.total_steps
         step_ms = self._clock.recent_ms()
         eta_s = None if step_ms is None else step_ms * (total - done) / 1000
         self._listener(Event(stage="denoise", done=done, total=total, unit="steps", step_ms=step_ms, eta_s=eta_s))
+        self._resumed = time.perf_counter()
 
     def _end(self, error: BaseException | None) -> None:
         if self._loop is not None:
@@ -112,6 +121,8 @@ class Tracer:
             peak_bytes=self._clock.peak_bytes(),
             load_bytes=load_bytes,
             cpu_threads=torch.get_num_threads(),
+            host_us=tuple(self._host_us) if self._counts_stalls else (),
+            counters=dict(self._rig.counters),
         )
 
 
@@ -156,11 +167,13 @@ class _DeviceClock:
         self._events.append(event)
 
     def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
+        with torch.profiler.record_function(WAIT):
+            torch.cuda.synchronize(self._device)
 
     def hold_back(self, steps: int) -> None:
         if len(self._events) > steps:
-            self._events[-1 - steps].synchronize()
+            with torch.profiler.record_function("undercrank.hold_back"):
+                self._events[-1 - steps].synchronize()
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
