@@ -31,6 +31,7 @@ FLOORS = {
         "figures",
         "machine",
         "ledger",
+        "metrics",
         "rig",
         "schedules",
         "database",
@@ -50,9 +51,9 @@ FLOORS = {
         "levers.uploads",
     ),
     3: ("planner", "sources"),
-    4: ("load", "trace", "work", "profiling", "video", "images", "screen", "doctor"),
+    4: ("load", "trace", "work", "profiling", "video", "images", "screen", "doctor", "quality", "footage"),
     5: ("engine",),
-    6: ("audit", "bench", "lab", "oneshot", "testing"),
+    6: ("audit", "bench", "comparing", "lab", "oneshot", "testing"),
     8: ("cli",),
 }
 FLOOR_OF = {
@@ -83,6 +84,8 @@ SAME_FLOOR = {
     ("profiling", "work"),  # the wrapper around forwards
     ("profiling", "trace"),  # which waits are our own
     ("audit", "testing"),  # the tiny pipeline of a class
+    ("footage", "images"),  # PNG in
+    ("footage", "video"),  # masters in
     ("doctor", "video"),  # which codecs there are
 }
 "(importer, imported): neighbours that may know each other, one way only."
@@ -90,7 +93,7 @@ SAME_FLOOR = {
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
     "levers.gate", "levers.mirror", "levers.mochi", "levers.unipc", "levers.uploads",
-    "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing",
+    "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality", "footage",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},
@@ -102,6 +105,8 @@ DOORS = {
     "huggingface_hub": {"sources"},
     "sqlalchemy": {"database", "jobs", "migrations.m0001_first"},
     "alembic": {"database", "migrations.m0001_first"},
+    "flip_evaluator": {"quality"},
+    "imageio_ffmpeg": {"quality"},
 }
 READS_ENVIRONMENT = {
     "settings",

@@ -238,6 +238,23 @@ def bench(
     )
 
 
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The reference: tensor, master or folder of PNG.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="What is measured against it.")],
+    metric: Annotated[list[str] | None, typer.Option("--metric", help="Only this distance; again for more.")] = None,
+    kind: Annotated[str, typer.Option("--kind", help="auto, frames or latents.")] = "auto",
+    key: Annotated[str | None, typer.Option("--key", help="Which tensor of a file that holds several.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Say how far film B is from film A: tensors or lossless files, never an mp4."""
+    from undercrank.comparing import check_question, show_comparison
+
+    check_question(a, b, metrics=tuple(metric or ()), kind=kind)
+    show_comparison(a, b, metrics=tuple(metric or ()), kind=kind, key=key, as_json=as_json)
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"undercrank {__version__}")

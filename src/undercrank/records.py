@@ -403,6 +403,44 @@ class Measurement(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distance(Record):
+    """How far film B is from film A by one metric of `metrics.py`. value None: not computed, and `note` says why."""
+
+    metric: str
+    value: float | None
+    unit: str
+    closer: str
+    "higher or lower: which value means the nearer film"
+    worst: float | None = None
+    "Of the worst frame, step or branch; of several films, of the furthest film."
+    curve: tuple[float, ...] = ()
+    note: str = ""
+    floor: dict[str, float] = field(default_factory=dict)
+    "The same metric between runs that differ by rounding alone, by what they differ in; medians."
+    inside: tuple[str, ...] = ()
+    "The floors that this distance does not exceed."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FidelityReport(Record):
+    """What happened to a film: B beside its reference A, with the rounding floor where it was measured."""
+
+    a: str
+    b: str
+    kind: str
+    "frames or latents"
+    shape: tuple[int, ...]
+    "F H W 3 of frames; of latents as they were given."
+    identical: bool
+    "Every bit of every value."
+    distances: tuple[Distance, ...]
+    faults: tuple[str, ...] = ()
+    "Frozen, black or non-finite frames of B."
+    floor_note: str = ""
+    "In which dtype, at which shape, over what the floor was measured; or why there is none."
+
+
+@dataclass(frozen=True, kw_only=True)
 class Needs(Record):
     """What a table can say about where a lever can work; the rest is `Lever.doubt`."""
 

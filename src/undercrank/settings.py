@@ -22,6 +22,8 @@ class Settings:
     "OMP_WAIT_POLICY: whether waiting CPU threads spin or sleep, if the person has decided it."
     hub_cache: Path
     "HF_HUB_CACHE or HF_HOME/hub: where downloaded models lie."
+    lpips_backbone: Path | None
+    "UNDERCRANK_LPIPS_BACKBONE: torchvision's AlexNet weights, for LPIPS proper."
 
 
 def settings() -> Settings:
@@ -35,6 +37,7 @@ def settings() -> Settings:
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         visible_cuda=os.environ.get("CUDA_VISIBLE_DEVICES"),
         hub_cache=_path("HF_HUB_CACHE") or _path("HUGGINGFACE_HUB_CACHE") or hub / "hub",
+        lpips_backbone=_path("UNDERCRANK_LPIPS_BACKBONE"),
     )
 
 
