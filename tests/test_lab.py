@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+import undercrank
 from undercrank import bench
 from undercrank.engine import Engine
-from undercrank.lab import Lab
+from undercrank.lab import Lab, watched
+from undercrank.profiling import between_forwards
 from undercrank.records import Request
-from undercrank.testing import differences, fingerprint, tiny_pipeline
+from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
+from undercrank.work import first_step
 
 NAME = "hunyuanvideo-1.5-480p"
 STOCK = Request(
@@ -27,6 +30,7 @@ def compared():
     before = fingerprint(pipe)
     with Engine(pipe=pipe) as engine:
         comparison, rows = bench.compare(engine.generate, STOCK, TRIMMED, pairs=1, lab=Lab(engine))
+        engine.generate(STOCK)  # a run that was cut short leaves the pipeline's own notes of where it was
     return comparison, rows, differences(before, fingerprint(pipe))
 
 
@@ -70,3 +74,13 @@ def test_the_same_side_twice_has_an_equal_first_forward() -> None:
         assert lab.forward_error(*seen) == 0.0
         halved = replace(seen[1], first_output=seen[1].first_output / 2)
         assert lab.forward_error(seen[0], halved) == pytest.approx(0.5)
+
+
+def test_a_watch_ends_the_run_when_it_has_seen_enough() -> None:
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.set_progress_bar_config(disable=True)
+    with undercrank.accelerate(pipe) as run:
+        works = watched(run.rig, first_step, lambda: pipe(**tiny_inputs(pipe, steps=3)))
+        assert len(works) == 2 and run.rig.step_index == 1
+        between = watched(run.rig, between_forwards, lambda: pipe(**tiny_inputs(pipe, steps=10)))
+        assert len(between.host_us) == run.rig.step_index == 8

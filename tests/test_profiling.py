@@ -6,7 +6,6 @@ import torch
 import undercrank
 from undercrank.figures import Kernel
 from undercrank.profiling import between_forwards, profile_of, profiled
-from undercrank.records import Cancelled
 from undercrank.testing import tiny_inputs, tiny_pipeline
 
 
@@ -87,10 +86,9 @@ def test_there_is_no_profile_without_cuda(pipe) -> None:
     assert found == []
 
 
-def test_host_time_is_taken_of_every_step_until_there_are_enough(pipe) -> None:
-    with undercrank.accelerate(pipe) as run, between_forwards(run.rig, most_steps=2) as seen, torch.no_grad():
-        with pytest.raises(Cancelled):
-            pipe(**tiny_inputs(pipe, steps=4))
+def test_host_time_is_taken_of_every_step_and_the_first_output_is_kept(pipe) -> None:
+    with undercrank.accelerate(pipe) as run, between_forwards(run.rig) as seen, torch.no_grad():
+        pipe(**tiny_inputs(pipe, steps=2))
     assert len(seen.host_us) == 2 and all(us > 0 for us in seen.host_us)
     assert seen.first_output is not None and seen.first_output.dtype == torch.float32
     assert "forward" not in vars(pipe.transformer)

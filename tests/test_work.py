@@ -9,7 +9,6 @@ from torch import nn
 
 import undercrank
 from undercrank.figures import Attention, Gemm, Rate, Rates, floor_ms
-from undercrank.records import Cancelled
 from undercrank.testing import tiny_inputs, tiny_pipeline
 from undercrank.work import first_step, rates, work_of
 
@@ -130,13 +129,12 @@ def counted(name: str, **levers: str):
     pipe.set_progress_bar_config(disable=True)
     with undercrank.accelerate(pipe, **levers) as run, torch.no_grad():
         pipe(**tiny_inputs(pipe, steps=1))  # its levers come on in the first call
-        with first_step(run.rig) as works, pytest.raises(Cancelled):
+        with first_step(run.rig) as works:
             pipe(**tiny_inputs(pipe, steps=3))
-        assert run.rig.step_index == 1
     return works
 
 
-def test_both_branches_of_a_step_are_counted_and_then_the_run_ends() -> None:
+def test_both_branches_of_the_first_step_are_counted_and_no_later_step() -> None:
     conditional, unconditional = counted("wan2.1-1.3b")
     assert conditional.gemm_flops and conditional.attention_flops and conditional.conv_flops
     assert conditional == unconditional
@@ -158,8 +156,8 @@ def test_compiled_code_is_stepped_around_while_it_is_counted() -> None:
     with undercrank.accelerate(pipe) as run:
         for block in blocks:
             block._compiled_call_impl = compiled
-        with first_step(run.rig) as works, torch.no_grad(), pytest.raises(Cancelled):
-            pipe(**tiny_inputs(pipe, steps=2))
+        with first_step(run.rig) as works, torch.no_grad():
+            pipe(**tiny_inputs(pipe, steps=1))
         assert all(block._compiled_call_impl is compiled for block in blocks)
         for block in blocks:
             block._compiled_call_impl = None

@@ -129,7 +129,7 @@ class Profile(Record):
     busy_ms: float
     "The device did something: the union of all kernels and copies."
     cpu_blocked_ms: float
-    "The host waited inside a CUDA call: synchronisation, and copies from or to memory that is not pinned."
+    "The host waited inside a CUDA call: synchronising, copying from or to memory that is not pinned, allocating."
     blocked_by: dict[str, float] = field(default_factory=dict)
     "Milliseconds by CUDA call."
     kernels: tuple[Kernel, ...] = ()

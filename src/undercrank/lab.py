@@ -7,7 +7,7 @@ code; the host is timed over some steps with the device's queue kept empty; and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,18 @@ import torch
 from undercrank.engine import Engine
 from undercrank.figures import Look, Rates, Work
 from undercrank.levers import knobs
-from undercrank.profiling import between_forwards, profiled
+from undercrank.profiling import MOST_STEPS, between_forwards, profiled
 from undercrank.records import Cancelled, Request
+from undercrank.rig import Rig
+from undercrank.undo import appended
 from undercrank.work import first_step, rates
 
 SAME_WORK = ("compile", "cuda_graph", "attention")
 "Levers that change how a forward is computed and not what it multiplies; off while it is counted, so that it shows."
+
+Watch = Callable[[Rig], AbstractContextManager[Any]]
+STEPS: dict[Watch, int] = {first_step: 1, between_forwards: 8, profiled: MOST_STEPS}
+"How many steps each of them needs."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +47,11 @@ class Lab:
     def look(self, request: Request) -> Seen:
         """Raises the errors of `Engine.generate`."""
         works = self._works(request)
-        host_us, first_output = self._between_forwards(request)
+        between = self._during(request, between_forwards)
         profile = self._during(request, profiled)
         return Seen(
-            look=Look(works=tuple(works), host_us=tuple(host_us), profile=profile[0] if profile else None),
-            first_output=first_output,
+            look=Look(works=tuple(works), host_us=tuple(between.host_us), profile=profile[0] if profile else None),
+            first_output=between.first_output,
         )
 
     def rates(self, looks: Iterable[Look]) -> Rates | None:
@@ -70,16 +76,22 @@ class Lab:
         wishes = tuple(wish for wish in request.wishes if wish[0] not in SAME_WORK)
         return self._during(replace(request, wishes=(*wishes, *off)), first_step)
 
-    def _between_forwards(self, request: Request) -> tuple[list[float], torch.Tensor | None]:
-        seen = self._during(request, between_forwards)
-        return seen.host_us, seen.first_output
-
-    def _during(self, request: Request, watching: Callable[..., Any]) -> Any:
-        """Run the request inside a watch on the rig; a watch that has seen enough cancels the run."""
+    def _during(self, request: Request, watch: Watch) -> Any:
         self._engine.move_to(self._engine.plan(request))
-        with watching(self._engine.rig) as seen, suppress(Cancelled):
-            self._engine.generate(request)
-        return seen
+        assert self._engine.rig is not None
+        return watched(self._engine.rig, watch, lambda: self._engine.generate(request))
+
+
+def watched(rig: Rig, watch: Watch, call: Callable[[], Any]) -> Any:
+    """Call the pipeline of the rig, whose levers are on, inside a watch; cancel it once the watch has seen enough."""
+
+    def enough(index: int) -> None:
+        if index + 1 == min(STEPS[watch], rig.total_steps):
+            rig.cancel("enough was seen")
+
+    with watch(rig) as seen, appended(rig.at_step, enough), suppress(Cancelled):
+        call()
+    return seen
 
 
 def _together(looks: Iterable[Look]) -> Work:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from undercrank.figures import Attention, Gemm, Rate, Rates, Work, floor_ms
 from undercrank.rig import Rig
-from undercrank.undo import appended, swap_attr
+from undercrank.undo import swap_attr
 
 __all__ = ["first_step", "floor_ms", "rates", "work_of"]
 
@@ -180,7 +180,7 @@ RULES: dict[str, Callable[[Count, Any, Any], None]] = {
 
 @contextmanager
 def first_step(rig: Rig) -> Iterator[list[Work]]:
-    """The work of each forward in the first step of the runs in this block; the run is then cancelled.
+    """The work of each forward in the first step of the runs in this block.
 
     Levers must be on before, and stay on: they are counted as they are. Compiled code is stepped around meanwhile,
     since it shows no operations: it does the same work.
@@ -201,7 +201,6 @@ def first_step(rig: Rig) -> Iterator[list[Work]]:
                 if module._compiled_call_impl is not None:
                     stack.enter_context(swap_attr(module, "_compiled_call_impl", None))
         stack.enter_context(around_forwards(rig, count))
-        stack.enter_context(appended(rig.at_step, lambda index: rig.cancel("the first step is counted")))
         yield works
 
 

@@ -23,7 +23,11 @@ import torch
 from full_size import SUBJECTS
 
 import undercrank
+from undercrank.figures import floor_ms, kernel_table
+from undercrank.lab import watched
 from undercrank.machine import this_machine
+from undercrank.profiling import between_forwards, profiled
+from undercrank.work import first_step, rates
 
 OFF = {"host_sync": "off", "text_trim": "off", "compile": "off"}
 "Stock: every lever off."
@@ -101,6 +105,30 @@ class Bench:
             hook.remove()
         return seen[0].detach().float().cpu()
 
+    def look(self, levers: dict[str, str], **more: Any) -> dict[str, Any]:
+        """In runs of their own: the floor of a step at the rates of this session, waits, idle time, kernels."""
+        inputs = self.subject.inputs(self.pipe, self.device, 3 if self.rehearse else 20, self.rehearse) | more
+        call = lambda: self.pipe(**inputs)  # noqa: E731
+        with undercrank.accelerate(self.pipe, **(OFF | levers)) as run, torch.no_grad():
+            self.pipe(**inputs | {"num_inference_steps": 1})  # levers come on in the first call
+            works = watched(run.rig, first_step, call)
+            between = watched(run.rig, between_forwards, call)
+            profile = watched(run.rig, profiled, call)
+        found: dict[str, Any] = {
+            "forwards": [{"gemm": w.gemm_flops, "attention": w.attention_flops, "conv": w.conv_flops} for w in works],
+            "host_us_outside_the_denoiser": between.host_us,
+        }
+        if profile:
+            seen, dtype = profile[0], str(self.subject.dtype).removeprefix("torch.")
+            measured = rates(works[0], self.device, dtype)
+            found |= {
+                "floor_ms_of_a_step": sum(floor_ms(work, measured) for work in works),
+                "rates": measured.to_dict(),
+                "busy_ms_of_a_step": seen.busy_step_ms,
+                "profile": seen.to_dict() | {"kernels": kernel_table(seen, top=25)},
+            }
+        return found
+
 
 # --------------------------------------------------------------------------- rows
 
@@ -112,6 +140,8 @@ def cogvideox(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], A
         "20 steps, dynamic guidance: host_sync",
         lambda: bench.compare(20, {"stock": {}, "host_sync": {"host_sync": "on"}}, **dynamic),
     )
+    for name in ("off", "on"):
+        yield f"look, host_sync {name}", lambda name=name: bench.look({"host_sync": name}, **dynamic)
     yield "nothing copies back", lambda: _under_error_mode(bench, **dynamic)
     yield (
         "4 steps: compile",
@@ -139,7 +169,7 @@ def _hunyuan(name: str, steps: int, device: str, rehearse: bool) -> Iterator[tup
         "trimmed, compiled plain": trimmed | {"compile": "plain"},
     }
     yield "one forward a step", lambda: bench.compare(steps, settings)
-    yield "kernels", lambda: _kernels(bench, settings["trimmed, compiled"])
+    yield "look", lambda: bench.look(settings["trimmed, compiled"])
     yield "distances of one forward", lambda: _distances(bench, settings)
 
 
@@ -147,7 +177,7 @@ def wan_14b(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any
     bench = Bench("wan2.1-14b", device, rehearse)
     settings = {"eager": {"host_sync": "on"}, "compiled": {"host_sync": "on", "compile": "parity"}}
     yield "one forward a step", lambda: bench.compare(3, settings)
-    yield "kernels", lambda: _kernels(bench, settings["compiled"])
+    yield "look", lambda: bench.look(settings["compiled"])
 
 
 def small(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -191,30 +221,6 @@ def _distances(bench: Bench, settings: dict[str, dict[str, str]]) -> dict[str, A
     return {
         name: {f"against {other}": _relative(output, reference) for other, reference in against.items()}
         for name, output in outputs.items()
-    }
-
-
-def _kernels(bench: Bench, levers: dict[str, str]) -> dict[str, Any]:
-    """Where the device's time goes in a call of one step, by kernel."""
-    if bench.device == "cpu":
-        return {"skipped": "needs CUDA"}
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        bench.call(1, levers)
-    events = sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events)
-    return {
-        "total_ms": total / 1000,
-        "kernels": [
-            [
-                e.key[:110],
-                e.count,
-                round(e.self_device_time_total / 1000, 2),
-                round(e.self_device_time_total / total, 4),
-            ]
-            for e in events[:25]
-        ],
     }
 
 
