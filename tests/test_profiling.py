@@ -1,5 +1,7 @@
 """Reading a trace of CUDA without a GPU, and the host's time outside the denoiser on one."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
@@ -84,6 +86,23 @@ def test_there_is_no_profile_without_cuda(pipe) -> None:
     with undercrank.accelerate(pipe) as run, profiled(run.rig) as found, torch.no_grad():
         pipe(**tiny_inputs(pipe, steps=2))
     assert found == []
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize(("steps", "most", "seen"), [(3, 2, 2), (2, 20, 2)], ids=["cut short", "whole"])
+def test_the_loop_is_traced_from_its_start_for_so_many_steps(pipe, monkeypatch, steps, most, seen) -> None:
+    """On the CPU, where the trace holds no kernel: only its beginning and end are seen."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with undercrank.accelerate(pipe) as run, ExitStack() as stack, torch.no_grad():
+        pipe(**tiny_inputs(pipe, steps=1))
+        with monkeypatch.context() as disguised:
+            disguised.setattr(run.rig, "device", "cuda")
+            found = stack.enter_context(profiled(run.rig, most_steps=most))
+        pipe(**tiny_inputs(pipe, steps=steps))
+        stack.close()
+        assert run.rig.at_step == [] == run.rig.at_end
+    (profile,) = found
+    assert profile.steps == seen and profile.loop_ms > 0 and profile.kernels == ()
 
 
 def test_host_time_is_taken_of_every_step_and_the_first_output_is_kept(pipe) -> None:

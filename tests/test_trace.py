@@ -47,6 +47,40 @@ def test_on_a_cpu_stalls_are_unknown_not_zero(rig):
     assert trace.stalls is None
 
 
+def test_on_a_cpu_the_host_has_no_time_of_its_own(rig):
+    trace, _ = traced(rig, lambda: rig.pipe(steps=2))
+    assert trace.host_us == ()
+
+
+def test_what_levers_counted_is_in_the_trace_of_their_run(rig):
+    def run():
+        rig.pipe(steps=1)
+        rig.count("compile.ms", 1500)
+
+    trace, _ = traced(rig, run)
+    assert trace.counters == {"compile.ms": 1500}
+    assert traced(rig, lambda: rig.pipe(steps=1))[0].counters == {}
+
+
+def test_time_in_which_we_hold_the_host_back_is_not_its_own(rig, monkeypatch):
+    """A device by stand-in: a step takes the host 10 ms, and holding it back 1 s."""
+    now = [0.0]
+    monkeypatch.setattr("undercrank.trace.time.perf_counter", lambda: now[0])
+    tracer = Tracer(rig)
+
+    def hold_back(steps):
+        now[0] += 1.0
+
+    monkeypatch.setattr(tracer._clock, "hold_back", hold_back)
+    with rig.call(), tracer.watching():
+        rig._start(3)
+        for _ in range(3):
+            now[0] += 0.01
+            rig._step(1)
+        rig._end(None)
+    assert tracer._host_us == pytest.approx([10_000.0] * 3)
+
+
 def test_events_come_in_the_order_of_the_work(rig):
     _, events = traced(rig, lambda: rig.pipe(steps=2))
     assert [(e.stage, e.done) for e in events] == [
