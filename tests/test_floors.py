@@ -40,6 +40,8 @@ FLOORS = {
         "migrations.m0001_first",
     ),
     2: (
+        "fleet",
+        "shelf",
         "levers",
         "levers.compile",
         "levers.gate",
@@ -51,9 +53,9 @@ FLOORS = {
         "levers.uploads",
     ),
     3: ("planner", "sources"),
-    4: ("load", "trace", "work", "profiling", "video", "images", "screen", "doctor", "quality", "footage"),
+    4: ("load", "trace", "work", "profiling", "video", "images", "screen", "doctor", "quality", "footage", "preview"),
     5: ("engine",),
-    6: ("audit", "bench", "comparing", "lab", "oneshot", "testing"),
+    6: ("audit", "bench", "comparing", "lab", "oneshot", "testing", "worker"),
     8: ("cli",),
 }
 FLOOR_OF = {
@@ -63,6 +65,7 @@ SAME_FLOOR = {
     ("machine", "settings"),  # which GPUs are visible
     ("ledger", "settings"),  # where the user's rows are
     ("jobs", "database"),  # the tables under the queue
+    ("fleet", "shelf"),  # files of deleted jobs
     ("levers", "levers.host_sync"),  # ORDER
     ("levers", "levers.compile"),
     ("levers", "levers.text_trim"),
@@ -79,6 +82,8 @@ SAME_FLOOR = {
     ("sources", "planner"),  # the load of a family
     ("load", "trace"),  # progress events
     ("video", "images"),  # arrays to pixels
+    ("preview", "video"),  # a file appears whole
+    ("worker", "oneshot"),  # the times of a run are remembered
     ("oneshot", "bench"),  # one comparison from the command line
     ("oneshot", "lab"),  # and its untimed runs
     ("profiling", "work"),  # the wrapper around forwards
@@ -93,7 +98,8 @@ SAME_FLOOR = {
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
     "levers.gate", "levers.mirror", "levers.mochi", "levers.unipc", "levers.uploads",
-    "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality", "footage",
+    "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
+    "footage", "preview", "worker",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},

@@ -9,7 +9,8 @@ import pytest
 from undercrank.settings import settings
 
 NAMES = (
-    "UNDERCRANK_LEDGER", "UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "CUDA_VISIBLE_DEVICES",
+    "UNDERCRANK_DB", "UNDERCRANK_LEDGER", "UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE",
+    "CUDA_VISIBLE_DEVICES",
     "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME",
     "UNDERCRANK_LPIPS_BACKBONE",
 )  # fmt: skip
@@ -35,6 +36,12 @@ def test_the_ledger_is_where_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -
     assert settings().ledger == Path("/data/undercrank/ledger.jsonl")
     monkeypatch.setenv("UNDERCRANK_LEDGER", "/elsewhere/rows.jsonl")
     assert settings().ledger == Path("/elsewhere/rows.jsonl")
+
+
+def test_the_job_store_is_where_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings().db is None
+    monkeypatch.setenv("UNDERCRANK_DB", "sqlite:///jobs.db")
+    assert settings().db == "sqlite:///jobs.db"
 
 
 def test_the_hub_s_cache_is_where_the_hub_s_own_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,29 @@ def compare(
     show_comparison(a, b, metrics=tuple(metric or ()), kind=kind, key=key, as_json=as_json)
 
 
+@app.command()
+def worker(
+    data: Annotated[Path, typer.Option("--data", help="Folder of the clips and, without --db, of the job store.")],
+    db: Annotated[str | None, typer.Option("--db", help="Job store; UNDERCRANK_DB when left out.")] = None,
+    slot: Annotated[int, typer.Option("--slot", help="Which worker over this folder; no two have one at a time.")] = 0,
+    device: DeviceName = None,
+    resident: Annotated[int, typer.Option("--resident", help="Models held in memory at a time.")] = 1,
+    parent: Annotated[int | None, typer.Option("--parent", help="Leave when this process is gone.")] = None,
+    allow_pickle: Pickles = False,
+    local_files_only: LocalOnly = False,
+    debug: Debug = False,
+) -> None:
+    """Make the clips of a job store, one after the other, until told to leave."""
+    from undercrank.oneshot import calm_threads
+
+    with calm_threads():
+        from undercrank.worker import Habits, work_for_ever
+    habits = Habits(
+        resident=resident, device=device, slot=slot, allow_pickle=allow_pickle, local_files_only=local_files_only
+    )
+    work_for_ever(db, data, habits, parent=parent)
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"undercrank {__version__}")

@@ -54,6 +54,9 @@ from undercrank.words import as_fps
 
 T = TypeVar("T")
 
+OnLatents = Callable[[Rig, int, torch.Tensor], None]
+"Given the rig, the index of the step that has ended and the latents after it; must not make the device wait."
+
 LIVE_FINGERPRINT = "not taken: the pipeline came loaded"
 
 
@@ -154,38 +157,58 @@ class Engine:
         note = f"already on this pipeline, and kept: {', '.join(self._found_on)}"
         return replace(plan, notes=(*plan.notes, note)) if self._found_on else plan
 
-    def generate(self, request: Request, *, listener: Listener = ignore) -> Clip:
+    def generate(self, request: Request, *, listener: Listener = ignore, on_latents: OnLatents | None = None) -> Clip:
         """Make one clip. Bad input is refused before a weight is read; a cancel stops within one step.
+
+        on_latents: sees the latents after each step, in pipelines that show them.
 
         Raises BadInput, LeverRefused, OutOfMemory, NotFound, RunFailed, Cancelled. One clip at a time: a second
         thread is refused, since a pipeline has one scheduler and one set of levers.
         """
+        with self._alone():
+            return self._generate(request, listener, on_latents)
+
+    def prepare(self, request: Request, *, listener: Listener = ignore) -> Plan:
+        """Load the request's model and turn its levers on, so that `generate` begins at once. Raises as `generate`."""
+        with self._alone():
+            plan = self.plan(request)
+            with self._in_memory(plan, listener):
+                return plan
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         if self._closed:
             raise RunFailed("this engine was closed: make a new one")
         if not self._busy.acquire(blocking=False):
             raise RunFailed("this engine is making another clip: use one engine for each thread")
         try:
-            return self._generate(request, listener)
+            self._cancel_reason = None
+            yield
         finally:
             self._busy.release()
 
-    def _generate(self, request: Request, listener: Listener) -> Clip:
-        self._cancel_reason = None
-        if request.seed is None:
-            request = replace(request, seed=secrets.randbelow(2**31))
-        plan = self.plan(request)
+    @contextmanager
+    def _in_memory(self, plan: Plan, listener: Listener) -> Iterator[Rig]:
+        """The plan's weights and levers; memory that runs out from here on is answered with a size that fits."""
         family = self.rig.family if self.rig and self.live else families.family(plan.load.family)
         device = self.live.device if self.live else self.machine.device(plan.load.device)
-        picture = _picture(plan.request)
         if self._needs_load(plan):
             refuse_if_too_big(plan, family, self.machine, device)
         with _memory_errors(plan, family, self.machine, device):
             self.move_to(plan, listener)
             assert self.rig is not None
-            notes = (*plan.notes, *_truncation(self.rig, plan.request))
-            inputs = call_inputs(self.rig, plan.request, picture)
+            yield self.rig
+
+    def _generate(self, request: Request, listener: Listener, on_latents: OnLatents | None) -> Clip:
+        if request.seed is None:
+            request = replace(request, seed=secrets.randbelow(2**31))
+        plan = self.plan(request)
+        picture = _picture(plan.request)
+        with self._in_memory(plan, listener) as rig:
+            notes = (*plan.notes, *_truncation(rig, plan.request))
+            inputs = call_inputs(rig, plan.request, picture)
             frames_FHWC, trace, receipts = self.run(
-                plan, functools.partial(_film, self.rig, plan.request, inputs), listener
+                plan, functools.partial(_film, rig, plan.request, inputs, on_latents), listener
             )
         report = Report(
             undercrank=undercrank.__version__,
@@ -363,12 +386,14 @@ def call_inputs(rig: Rig, request: Request, picture: Any = None) -> dict[str, An
     return {key: value for key, value in inputs.items() if key in takes}
 
 
-def _film(rig: Rig, request: Request, inputs: Mapping[str, Any]) -> np.ndarray:
+def _film(rig: Rig, request: Request, inputs: Mapping[str, Any], on_latents: OnLatents | None = None) -> np.ndarray:
     """Run the pipeline and return its frames, F H W 3 in uint8. Raises RunFailed where numbers are not finite."""
     finite: list[torch.Tensor] = []
 
     def remember(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         finite.append(torch.isfinite(tensors["latents"]).all())  # stays on the device: nobody waits for it
+        if on_latents is not None:
+            on_latents(rig, index, tensors["latents"])
         return {}
 
     watched = {"callback_on_step_end": remember} if _takes_callback(rig.pipe) else {}

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import sqlalchemy as sa
@@ -119,6 +120,8 @@ class Job(Record):
     model: str
     request: dict[str, Any]
     "As the caller stored it, plus `seed`."
+    options: dict[str, Any]
+    'What its worker shall do besides: {"master": true} keeps a lossless master.'
     seed: int
     "Chosen when the job was stored, if the request named none: a second attempt makes the same film."
     priority: int
@@ -329,6 +332,11 @@ LONGEST_WAIT_S = 6 * 3600.0
 "No message waits longer than this for its next try."
 
 
+def default_url(data: Path) -> str:
+    """The store that goes with a data folder when no other is named."""
+    return f"sqlite:///{data.resolve() / 'jobs.db'}"
+
+
 class Store:
     """The door to the database; safe to use from many threads and processes. Use it as a context manager."""
 
@@ -384,6 +392,7 @@ class Store:
         owner: str,
         model: str,
         request: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
         priority: int = 0,
         cost: int = 0,
         idempotency_key: str | None = None,
@@ -396,7 +405,8 @@ class Store:
         The same idempotency key with the same request gives the job of the first time; with another request it raises
         IdempotencyConflict. A request without a seed is given one. Raises LimitReached.
         """
-        fingerprint = _fingerprint({"model": model, "request": dict(request)})
+        options = dict(options or {})
+        fingerprint = _fingerprint({"model": model, "request": dict(request), "options": options})
         seed = request.get("seed")
         seed = secrets.randbelow(2**31) if seed is None else int(seed)
         with self._writing() as connection:
@@ -415,6 +425,7 @@ class Store:
                 "state": State.QUEUED,
                 "model": model,
                 "request": {**request, "seed": seed},
+                "options": options,
                 "seed": seed,
                 "priority": priority,
                 "cost": cost,

@@ -9,8 +9,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ def make_clip(
             engine.check_cancelled()
 
         file = _write(clip, outputs, show_or_stop)
-    _remember(clip.report)
+    remember(clip.report)
     _tell_result(clip.report, file, recipe, notes_before=plan.notes, as_json=as_json, quiet=quiet)
 
 
@@ -133,7 +133,15 @@ def _lab(engine: Engine) -> Lab:
 
 
 def _engine_class() -> type[Engine]:
-    """Imports torch, with CPU threads that soon sleep while they wait for each other.
+    with calm_threads():
+        from undercrank.engine import Engine
+
+        return Engine
+
+
+@contextmanager
+def calm_threads() -> Iterator[None]:
+    """Import torch in this block: its CPU threads then soon sleep while they wait for each other.
 
     OpenMP reads how long they spin once, when it is loaded. Its default is long: on a machine whose cores have other
     work too, a clip takes twenty times as long. flipbook on two cores, ms a step (8 steps, one run each), idle and with
@@ -143,9 +151,7 @@ def _engine_class() -> type[Engine]:
         if settings().omp_wait_policy is None:
             stack.enter_context(swap_env("OMP_WAIT_POLICY", "PASSIVE"))
             stack.enter_context(swap_env("GOMP_SPINCOUNT", "1000"))
-        from undercrank.engine import Engine
-
-        return Engine
+        yield
 
 
 # --------------------------------------------------------------------------- before
@@ -237,7 +243,7 @@ def _unused(path: Path) -> Path:
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
-def _remember(report: Report) -> None:
+def remember(report: Report) -> None:
     """A row of this run's times in the user's own ledger: the next plan knows what to expect."""
     row = _row_of(report)
     try:

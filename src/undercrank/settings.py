@@ -14,6 +14,8 @@ from pathlib import Path
 class Settings:
     ledger: Path
     "UNDERCRANK_LEDGER: where rows measured on this machine are kept (JSON lines)."
+    db: str | None
+    "UNDERCRANK_DB: URL of the job store."
     offline: bool
     "UNDERCRANK_OFFLINE, HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: never ask the network for a model."
     visible_cuda: str | None
@@ -33,6 +35,7 @@ def settings() -> Settings:
     hub = _path("HF_HOME") or cache / "huggingface"
     return Settings(
         ledger=_path("UNDERCRANK_LEDGER") or home / "undercrank" / "ledger.jsonl",
+        db=os.environ.get("UNDERCRANK_DB") or None,
         offline=any(_truthy(name) for name in ("UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         visible_cuda=os.environ.get("CUDA_VISIBLE_DEVICES"),

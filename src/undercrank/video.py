@@ -535,6 +535,18 @@ def write_thumbnail(path: PathLike, frames_FHWC: Any, *, index: int = 0, max_wid
     return Path(path)
 
 
+def write_picture(path: PathLike, frame_HWC: np.ndarray) -> Path:
+    """One uint8 frame as a small JPEG, for a look while the film is being made. Whole or absent, but not synced."""
+    final = Path(path)
+    part = final.with_name(f".{final.name}.{secrets.token_hex(4)}.part")
+    try:
+        Image.fromarray(np.ascontiguousarray(frame_HWC)).save(part, "JPEG", quality=80)
+        os.replace(part, final)
+    finally:
+        part.unlink(missing_ok=True)
+    return final
+
+
 def frame_durations_ms(num_frames: int, fps: Fraction) -> list[int]:
     """Whole milliseconds per frame whose running sum never drifts from the exact time by more than 0.5 ms."""
     ends_ms = [round(index * 1000 / fps) for index in range(num_frames + 1)]

@@ -18,6 +18,7 @@ def upgrade() -> None:
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("model", sa.Text, nullable=False),
         sa.Column("request", sa.JSON, nullable=False),
+        sa.Column("options", sa.JSON, nullable=False),
         sa.Column("seed", sa.BigInteger, nullable=False),
         sa.Column("priority", sa.Integer, nullable=False),
         sa.Column("cost", sa.BigInteger, nullable=False),

@@ -1,0 +1,551 @@
+"""One process, one device group: take a job, film it, keep its files, tell how it goes; then the next.
+
+What is told goes into the store, so that nobody has to listen: a job's events, its progress, the worker's own state.
+A heart beats beside the work: it renews the lease, shows that the process lives and hears of cancels, also while a
+stage takes long. A job ends in one of four ways: completed, failed with a reason, stopped because it was cancelled,
+or handed back because the worker was told to leave. A worker that dies without a word is noticed by its silence.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from undercrank import families, shelf, video
+from undercrank.engine import Clip, Engine
+from undercrank.jobs import Claim, Command, JobError, Lease, LeaseLost, State, Store, StoreUnavailable, default_url
+from undercrank.oneshot import remember
+from undercrank.preview import Colours, Previewer
+from undercrank.records import Cancelled, OutOfMemory, Report, Request, UndercrankError
+from undercrank.settings import settings
+from undercrank.trace import Event
+
+T = TypeVar("T")
+
+START_AGAIN = 75
+"Exit status that asks for a new process: this one's device or engine can no longer be trusted (sysexits' TEMPFAIL)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """How a worker goes about it. Times in seconds."""
+
+    resident: int = 1
+    "Models held in memory at a time."
+    device: str | None = None
+    "Torch name of the device for jobs that name none."
+    slot: int = 0
+    "Which of the workers over this data folder: no two processes have one slot at a time."
+    beat_s: float = 0.5
+    idle_s: float = 0.05
+    "Between two looks into an empty queue."
+    told_s: float = 0.2
+    "The least time between two events about loading or encoding; steps are all told."
+    stuck_s: float = 3600.0
+    "A job that has shown no progress for so long is stuck: the process gives up, and another takes the job."
+    allow_pickle: bool = False
+    local_files_only: bool = False
+
+
+class Worker:
+    """`with Worker(store, data) as worker: worker.run()`. One thread works; `leave()` may come from any."""
+
+    def __init__(
+        self,
+        store: Store,
+        data: Path,
+        *,
+        habits: Habits | None = None,
+        new_engine: Callable[..., Any] = Engine,
+    ) -> None:
+        self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._store, self._data, self._habits = store, data.resolve(), habits or Habits()
+        self._models = Models(new_engine, self._habits)
+        self._heart = Heart(self.id, store, self._habits, self._models)
+        self._leaving = threading.Event()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Worker:
+        with ExitStack() as stack:
+            stack.callback(self._models.close)
+            stack.enter_context(self._heart.beating())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def leave(self) -> None:
+        """Stop within one step, and give the job at hand back."""
+        self._leaving.set()
+        self._heart.stop_work("the worker was told to leave")
+
+    def run(self, *, until_idle: bool = False, stay: Callable[[], bool] = lambda: True) -> None:
+        """Work until told to leave; until_idle: until there is nothing to do; stay: asked between two jobs."""
+        while not self._leaving.is_set() and stay():
+            try:
+                if not self._next():
+                    if until_idle:
+                        return
+                    self._leaving.wait(self._habits.idle_s)
+            except StoreUnavailable as error:  # nothing is lost: what is asked for waits in the store
+                _say(f"{error}")
+                self._leaving.wait(1.0)
+
+    def _next(self) -> bool:
+        """Do one thing, if there is one to do."""
+        if command := self._store.claim_command(self.id, holds=self._models.names):
+            self._obey(command)
+        elif claim := self._store.claim(self.id):
+            self._film(claim)
+        else:
+            return False
+        return True
+
+    # ----------------------------------------------------------------------- a job
+
+    def _film(self, claim: Claim) -> None:
+        """Make one clip and end its job, whatever happens."""
+        lease, folder = claim.lease, shelf.attempt_folder(self._data, claim.lease)
+        try:
+            with self._heart.at_work(claim.job.model, lease) as work:
+                try:
+                    result = self._made(claim, work, folder)
+                except LeaseLost:
+                    raise
+                except BaseException as error:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    self._end_badly(lease, work, error)
+                else:
+                    self._insist(lambda: self._store.finish(lease, result))
+        except LeaseLost as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            _say(f"{error}: its work is thrown away")
+
+    def _made(self, claim: Claim, work: Work, folder: Path) -> dict[str, Any]:
+        request = self._request(claim)
+        folder.mkdir(parents=True, exist_ok=True)
+        told = Telling(self._store, claim.lease, work, self._habits)
+        previewer = Previewer(
+            Colours.of(request.model, self._data),
+            lambda step, picture_HWC: told.preview(step, folder / "live.jpg", picture_HWC),
+            grid_THW=_grid_of(request),
+        )
+        engine = self._models.get(request.model, work)
+        clip = engine.generate(request, listener=told, on_latents=previewer.see)
+        work.check()
+        files, report = write_files(clip, folder, master=bool(claim.job.options.get("master")), listener=told)
+        (folder / "live.jpg").unlink(missing_ok=True)
+        if (colours := previewer.learn(clip.frames_FHWC)) is not None:
+            colours.keep(request.model, self._data)
+        remember(report)
+        names = {variant: shelf.stored_name(self._data, file) for variant, file in files.items()}
+        return {"files": names, "report": report.to_dict()}
+
+    def _request(self, claim: Claim) -> Request:
+        request = Request.from_dict(claim.job.request)
+        return replace(request, seed=claim.job.seed, device=request.device or self._habits.device)
+
+    def _end_badly(self, lease: Lease, work: Work, error: BaseException) -> None:
+        """Say in the store why there is no clip, and leave nothing of it in memory."""
+        lost, stopped = work.is_lost, isinstance(error, Cancelled)
+        reason = job_error(error)
+        if not stopped:
+            _say(f"{lease.job_id} failed: {reason.message}")
+        if reason.code == "internal_error":
+            traceback.print_exception(error, file=sys.stderr)
+        error.__traceback__ = None  # it holds the frames of the run, and they hold its tensors
+        self._models.recover(error)
+        if lost:
+            raise LeaseLost(f"{lease.job_id} is no longer ours (attempt {lease.attempt})")
+        if stopped and work.is_cancelled:
+            self._insist(lambda: self._store.stopped(lease))
+        elif self._leaving.is_set():
+            self._insist(lambda: self._store.release(lease))
+        else:
+            self._insist(lambda: self._store.fail(lease, reason))
+        if not isinstance(error, Exception):
+            raise error
+
+    def _insist(self, write: Callable[[], T]) -> T:
+        """The end of a job is worth waiting for: a store that is away now may be back before the lease is lost."""
+        while True:
+            try:
+                return write()
+            except StoreUnavailable as error:
+                _say(f"{error}")
+                time.sleep(1.0)
+
+    # ----------------------------------------------------------------------- a command
+
+    def _obey(self, command: Command) -> None:
+        state, error = State.COMPLETED, None
+        with suppress(LeaseLost):
+            try:
+                if command.action == "unload":
+                    self._models.drop(command.model)
+                else:
+                    self._load(command)
+            except LeaseLost:
+                raise
+            except Cancelled:
+                state = State.CANCELLED
+            except Exception as raised:
+                state, error = State.FAILED, job_error(raised)
+                self._models.recover(raised)
+            self._insist(lambda: self._store.end_command(command.id, self.id, state, error))
+
+    def _load(self, command: Command) -> None:
+        with self._heart.at_work(command.model, None) as work:
+
+            def told(event: Event) -> None:
+                percent = 100 * event.done // max(1, event.total)
+                if self._store.command_progress(command.id, self.id, stage=event.stage, progress=percent):
+                    work.cancel("cancelled")
+
+            told(Event(stage="load", done=0, total=1))
+            work.check()
+            engine = self._models.get(command.model, work)
+            engine.prepare(Request(model=command.model, prompt="", device=self._habits.device), listener=told)
+
+
+# --------------------------------------------------------------------------- models that take turns
+
+
+class Models:
+    """The engines of the models in memory, the longest unused first. One engine holds one model."""
+
+    def __init__(self, new_engine: Callable[..., Any], habits: Habits) -> None:
+        self._new_engine, self._habits = new_engine, habits
+        self._engines: dict[str, Any] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, engine in list(self._engines.items()) if engine.rig is not None)
+
+    def get(self, model: str, work: Work) -> Any:
+        """The engine for this model; those that must make room for it are closed before it reads a weight."""
+        engine = self._engines.pop(model, None)
+        while engine is None and len(self._engines) >= self._habits.resident:
+            self.drop(next(iter(self._engines)))
+        if engine is None:
+            engine = self._new_engine(
+                allow_pickle=self._habits.allow_pickle, local_files_only=self._habits.local_files_only
+            )
+        self._engines[model] = engine
+        work.stops(engine.cancel)
+        return engine
+
+    def drop(self, model: str) -> None:
+        engine = self._engines.pop(model, None)
+        if engine is not None:
+            engine.close()
+        gc.collect()
+
+    def recover(self, error: BaseException) -> None:
+        """After a failure: what memory ran out for, or nobody foresaw, begins anew with fresh weights."""
+        foreseen = isinstance(error, UndercrankError | OSError) and not isinstance(error, OutOfMemory)
+        if not foreseen:
+            self.close()
+        gc.collect()
+
+    def close(self) -> None:
+        for model in list(self._engines):
+            self.drop(model)
+
+
+# --------------------------------------------------------------------------- the heart
+
+
+class Work:
+    """What is being done now, and whether it shall go on. Shared by the working thread and the heart."""
+
+    def __init__(self, lease: Lease | None) -> None:
+        self.lease = lease
+        self.is_cancelled = self.is_lost = False
+        self.moved_at = time.monotonic()
+        self._stop: Callable[[str], Any] | None = None
+        self._reason: str | None = None
+
+    def stops(self, stop: Callable[[str], Any]) -> None:
+        """How to stop it from now on."""
+        self._stop = stop
+        self.check()
+
+    def cancel(self, reason: str) -> None:
+        """Somebody asked for it."""
+        self.is_cancelled = True
+        self.stop(reason)
+
+    def lose(self) -> None:
+        """The lease has gone to somebody else."""
+        self.is_lost = True
+        self.stop("the lease was lost")
+
+    def stop(self, reason: str) -> None:
+        self._reason = reason
+        if self._stop is not None:
+            self._stop(reason)
+
+    def check(self) -> None:
+        """Raises Cancelled."""
+        if self._reason is not None:
+            raise Cancelled(self._reason)
+
+
+class Heart:
+    """Beats in a thread of its own beside the work."""
+
+    def __init__(self, worker: str, store: Store, habits: Habits, models: Models) -> None:
+        self._worker, self._store, self._habits, self._models = worker, store, habits, models
+        self._work: Work | None = None
+        self._model: str | None = None
+        self._over = threading.Event()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._beat()
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+            with suppress(StoreUnavailable):
+                self._store.worker_lost(self._worker)
+
+    @contextmanager
+    def at_work(self, model: str, lease: Lease | None) -> Iterator[Work]:
+        self._work, self._model = Work(lease), model
+        try:
+            yield self._work
+        finally:
+            self._work = None
+
+    def stop_work(self, reason: str) -> None:
+        if (work := self._work) is not None:
+            work.stop(reason)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._habits.beat_s):
+            with suppress(StoreUnavailable):  # the next beat tries again
+                self._beat()
+            work = self._work
+            if work is not None and work.lease and time.monotonic() - work.moved_at > self._habits.stuck_s:
+                _say(f"{work.lease.job_id}: no progress for {self._habits.stuck_s:.0f} s, this process is stuck")
+                os._exit(START_AGAIN)
+
+    def _beat(self) -> None:
+        work = self._work
+        if work is not None and work.lease is not None:
+            try:
+                if self._store.renew(work.lease):
+                    work.cancel("cancelled")
+            except LeaseLost:
+                if self._work is work:  # else it has just ended
+                    work.lose()
+        self._store.beat(
+            self._worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=self._habits.device or "auto",
+            state=self._state(work),
+            models=self._models.names,
+            job_id=work.lease.job_id if work is not None and work.lease else None,
+        )
+
+    def _state(self, work: Work | None) -> str:
+        if work is None:
+            return "idle"
+        return "busy" if work.lease and self._model in self._models.names else "loading"
+
+
+# --------------------------------------------------------------------------- telling
+
+
+class Telling:
+    """A listener of the engine that puts what it hears into the store, and learns there of a cancel."""
+
+    def __init__(self, store: Store, lease: Lease, work: Work, habits: Habits) -> None:
+        self._store, self._lease, self._work, self._habits = store, lease, work, habits
+        self._stage: str | None = None
+        self._told_at = 0.0
+
+    def __call__(self, event: Event) -> None:
+        self._work.moved_at = time.monotonic()
+        is_new_stage = event.stage != self._stage
+        if event.stage == "denoise" and event.done:
+            self._tell("step", {"step": event.done, "total": event.total, "step_ms": event.step_ms}, event)
+        elif is_new_stage or self._is_time(event):
+            data = {"stage": event.stage, "done": event.done, "total": event.total, "unit": event.unit}
+            self._tell("stage" if is_new_stage else "progress", data, event)
+        self._stage = event.stage
+        self._work.check()
+
+    def preview(self, step: int, file: Path, picture_HWC: Any) -> None:
+        """Put a new picture on the shelf. It is a courtesy: a disk that is full costs a preview, not yet the film."""
+        try:
+            video.write_picture(file, picture_HWC)
+        except OSError as error:
+            _say(f"no preview: {error}")
+            return
+        self._store_if_it_answers("preview", {"step": step}, {})
+
+    def _is_time(self, event: Event) -> bool:
+        return event.stage in ("load", "encode") and time.monotonic() - self._told_at >= self._habits.told_s
+
+    def _tell(self, kind: str, data: dict[str, Any], event: Event) -> None:
+        self._told_at = time.monotonic()
+        percent = percent_of(event)
+        shown = {"stage": event.stage, "progress": percent, "eta_s": event.eta_s}
+        self._store_if_it_answers(kind, {**data, "progress": percent, "eta_s": event.eta_s}, shown)
+
+    def _store_if_it_answers(self, kind: str, data: dict[str, Any], shown: dict[str, Any]) -> None:
+        """Progress is a courtesy: a store that is away costs an event, not the film. A lost lease ends it."""
+        try:
+            if self._store.event(self._lease, kind, data, **shown):
+                self._work.cancel("cancelled")
+        except StoreUnavailable as error:
+            _say(f"{error}")
+        except LeaseLost:
+            self._work.lose()
+
+
+SHARES = {"load": (0, 5), "text": (5, 8), "denoise": (8, 90), "decode": (90, 95), "encode": (95, 100)}
+"Per cent of a job's bar that belong to each stage, from and to; a bar, not a forecast: that is `eta_s`."
+
+
+def _grid_of(request: Request) -> tuple[int, int, int] | None:
+    """Latent frames, rows and columns, where the request says them."""
+    family = families.find(request.model)
+    if family is None or not (request.num_frames and request.height and request.width):
+        return None
+    frames = (request.num_frames - 1) // family.temporal_stride + 1
+    return frames, request.height // family.spatial_stride, request.width // family.spatial_stride
+
+
+def percent_of(event: Event) -> int:
+    first, last = SHARES[event.stage]
+    return first + (last - first) * event.done // max(1, event.total)
+
+
+# --------------------------------------------------------------------------- files
+
+
+def write_files(
+    clip: Clip, folder: Path, *, master: bool, listener: Callable[[Event], None]
+) -> tuple[dict[str, Path], Report]:
+    """All that is kept of a clip, by variant, and its report with the time this took. Raises OSError.
+
+    Each file is whole and on the disk when this returns.
+    """
+    begun = time.perf_counter()
+    files = {"video": clip.save(folder / "video.mp4", listener=listener)}
+    if master:
+        files["master"] = clip.save_master(folder / "master.mkv", listener=listener)
+    files["thumbnail"] = video.write_thumbnail(folder / "thumbnail.png", clip.frames_FHWC)
+    files["preview"] = video.write_webp(folder / "preview.webp", clip.frames_FHWC, fps=clip.fps)
+    stage_s = {**clip.report.trace.stage_s, "encode": time.perf_counter() - begun}
+    report = replace(clip.report, trace=replace(clip.report.trace, stage_s=stage_s))
+    files["report"] = folder / "report.json"
+    with video.appears_whole(files["report"]) as part:
+        part.write_text(report.to_json(indent=2) + "\n", encoding="utf-8")
+    return files, report
+
+
+# --------------------------------------------------------------------------- errors
+
+
+REMEDIES = {
+    "bad_input": "change it and ask again",
+    "lever_refused": "leave that lever to the planner, or turn it off",
+    "missing": "whoever runs the server can install or download it",
+    "run_failed": "another seed, dtype or guidance may help; the report of the server's log says more",
+    "disk_full": "make room in the data folder of the server, then ask again",
+    "write_failed": "look at the data folder of the server: its disk, its permissions",
+    "internal_error": "this is a fault of the program: its log has the details",
+}
+
+
+def job_error(error: BaseException) -> JobError:
+    """Why a job failed, as a client reads it: the code is that of the error's class."""
+    if isinstance(error, OutOfMemory):  # its message ends with what would fit
+        message, _, remedy = str(error).partition(": ")
+        return JobError(code=error.code, message=message, remedy=remedy or "ask for fewer pixels or frames")
+    code, message = _code_and_message(error)
+    return JobError(code=code, message=message, remedy=REMEDIES.get(code, ""))
+
+
+def _code_and_message(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, UndercrankError):
+        return error.code, str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "disk_full", f"the disk is full: {error.strerror}"
+    if isinstance(error, OSError):
+        return "write_failed", f"a file could not be read or written: {error.strerror or error}"
+    first = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+    return "internal_error", f"{type(error).__name__}: {first}"
+
+
+# --------------------------------------------------------------------------- a process
+
+
+def work_for_ever(url: str | None, data: Path, habits: Habits, *, parent: int | None = None) -> None:
+    """The whole life of a worker process: until SIGTERM or SIGINT, or, between two jobs, until its parent is gone.
+
+    url: the job store; None: UNDERCRANK_DB, or the one in the data folder.
+    """
+    data.mkdir(parents=True, exist_ok=True)
+    url = url or settings().db or default_url(data)
+    leave = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: leave.set())
+    with _slot(data, habits.slot, leave) as is_ours:
+        if not is_ours:
+            return
+        with Store.open(url) as store, Worker(store, data, habits=habits) as worker:
+
+            def leave_when_told() -> None:
+                leave.wait()
+                worker.leave()
+
+            threading.Thread(target=leave_when_told, name="leave", daemon=True).start()
+            worker.run(stay=lambda: parent is None or os.getppid() == parent)
+
+
+@contextmanager
+def _slot(data: Path, slot: int, leave: threading.Event) -> Iterator[bool]:
+    """Wait for whoever has this slot: a worker that outlived its server may still be filming. False: told to leave."""
+    with open(data / f"worker-{slot}.lock", "w") as file:
+        while not (is_ours := _locked(file)) and not leave.is_set():
+            leave.wait(0.2)
+        yield is_ours
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _say(text: str) -> None:
+    """One line in the worker's log. Never a prompt."""
+    print(f"worker {os.getpid()}: {text}", file=sys.stderr, flush=True)
