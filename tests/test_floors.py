@@ -44,7 +44,9 @@ FLOORS = {
         "shelf",
         "levers",
         "levers.compile",
+        "levers.cuda_graph",
         "levers.gate",
+        "levers.graphs",
         "levers.host_sync",
         "levers.mirror",
         "levers.mochi",
@@ -68,6 +70,11 @@ SAME_FLOOR = {
     ("fleet", "shelf"),  # files of deleted jobs
     ("levers", "levers.host_sync"),  # ORDER
     ("levers", "levers.compile"),
+    ("levers", "levers.cuda_graph"),
+    ("levers.cuda_graph", "levers.graphs"),  # two files of one lever
+    ("levers.graphs", "levers.gate"),  # which models select tokens by a mask
+    ("levers.graphs", "levers.mirror"),  # masks that a graph keeps
+    ("levers.graphs", "levers.uploads"),  # what a forward sends is sent once
     ("levers", "levers.text_trim"),
     ("levers.host_sync", "levers.mirror"),  # two files of one lever
     ("levers.host_sync", "levers.unipc"),
@@ -97,7 +104,7 @@ SAME_FLOOR = {
 
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
-    "levers.gate", "levers.mirror", "levers.mochi", "levers.unipc", "levers.uploads",
+    "levers.gate", "levers.graphs", "levers.mirror", "levers.mochi", "levers.unipc", "levers.uploads",
     "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
 }  # fmt: skip

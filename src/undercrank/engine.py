@@ -253,7 +253,12 @@ class Engine:
             rig.check_cancelled()
         trace = tracer.trace(*self._take_load_cost())
         receipts = tuple(
-            replace(receipt, complaints=tuple(lever.verify(rig, trace))) for lever, _, receipt in self._held
+            replace(
+                receipt,
+                bytes=receipt.bytes + rig.counters.get(f"{lever.name}.bytes", 0),
+                complaints=tuple(lever.verify(rig, trace)),
+            )
+            for lever, _, receipt in self._held
         )
         return result, trace, receipts
 

@@ -9,7 +9,7 @@ Floor 1: no torch; a pipeline is used by its attributes only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,6 +42,9 @@ class Rig:
         self.total_steps = 0
         self.branch: str | None = None
         self.branch_calls: dict[str, int] = {}
+        self.program: dict[str, Hashable] = {}
+        """What the forward under way is told by levers besides its arguments, by `lever.what`. Whoever records forwards
+        keeps one recording for each."""
         self.counters: dict[str, int] = {}
         "What levers counted in this call, by `lever.what`; their `verify` reads it."
         self._cancel_reason: str | None = None

@@ -14,11 +14,13 @@ from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipel
 FAMILY = "wan2.1-1.3b"
 FAMILIES = {"text_trim": "hunyuanvideo-1.5-480p"}
 "Where a lever is tried that has nothing to do on FAMILY."
+SETTINGS = {"cuda_graph": {"recorder": "tape"}}
+"What a lever needs in order to work without a GPU."
 
 
 @pytest.fixture(params=ORDER, ids=lambda lever: lever.name)
 def lever(request: pytest.FixtureRequest) -> Lever:
-    return request.param()
+    return request.param(**SETTINGS.get(request.param.name, {}))
 
 
 @pytest.fixture

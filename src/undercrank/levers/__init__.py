@@ -6,14 +6,16 @@ Each entry's comment says why it stands where it stands: ORDER is the only place
 from __future__ import annotations
 
 from undercrank.levers.compile import Compile
+from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.host_sync import HostSync
 from undercrank.levers.text_trim import TextTrim
 from undercrank.records import Lever
 
 ORDER: tuple[type[Lever], ...] = (
     TextTrim,  # decides how many tokens there are: whatever chooses, captures or compiles by shape comes after it
-    HostSync,  # touches the scheduler only: nothing before it needs its mirrors, nothing after may see it come late
     Compile,  # after what changes the blocks or their inputs: it compiles what it finds
+    CudaGraph,  # after what changes the model's code: it records what it finds, compiled blocks too
+    HostSync,  # around all of them: the denoiser is given plain tensors, and the loop outside never waits
 )
 
 

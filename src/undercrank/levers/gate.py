@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from undercrank.levers import mochi
 from undercrank.levers.mirror import Mirror, mask, sent
 from undercrank.levers.uploads import Watch, is_on_host
-from undercrank.undo import appended, swap_attr, swap_class
+from undercrank.undo import appended, swap_attr, swap_class, swap_item
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -111,7 +111,10 @@ class _Gate:
         mode = self.watch.mode
         mode.knows_constants = self.knows_constants
         try:
-            with self.watch.suspended() if whole else nullcontext():
+            with ExitStack() as stack:
+                stack.enter_context(swap_item(self.rig.program, "host_sync.places", self.known.places))
+                if whole:
+                    stack.enter_context(self.watch.suspended())
                 return forward(*args, **kwargs)
         finally:
             mode.knows_constants, self.known.places = False, None

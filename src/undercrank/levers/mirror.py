@@ -7,13 +7,17 @@ C++ indexing asks for the scalar, and only the dispatcher sees that question.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
+
+_FOR_ONE_PROMPT: ContextVar[bool] = ContextVar("for_one_prompt", default=False)
 
 # Computed on both twins; any other operation is given the plain leading tensor and returns a plain tensor.
 # Only operations on which host and device agree to the bit (IEEE basic arithmetic, comparisons, views): the
@@ -178,6 +182,21 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def is_captured_for_all(device: torch.device) -> bool:
+    """Captured by somebody who does not know that the graph serves one prompt only."""
+    return is_captured(device) and not _FOR_ONE_PROMPT.get()
+
+
+@contextmanager
+def recorded_for_one_prompt() -> Iterator[None]:
+    """Inside, a graph may be captured that keeps what masks answered: it is given to calls with the same masks only."""
+    token = _FOR_ONE_PROMPT.set(True)
+    try:
+        yield
+    finally:
+        _FOR_ONE_PROMPT.reset(token)
+
+
 def _host(value: Any) -> Any:
     return value.on_host if isinstance(value, Mirror) else value
 
@@ -224,10 +243,11 @@ def _is_exact(func: Any, subject: Any) -> bool:
 def _remembered(subject: Mirror, func: Any, args: Any, kwargs: Any) -> Any:
     """The same question about a mask gets the same answer, unless the mask was written into meanwhile.
 
-    A captured graph would keep the answer for one prompt and give it for every other: stock cannot be captured either.
+    A captured graph keeps the answer for one prompt; whoever captures without saying `recorded_for_one_prompt` would
+    give it for every other. Stock cannot be captured either.
     """
     assert subject.memo is not None
-    if is_captured(subject.on_device.device):
+    if is_captured_for_all(subject.on_device.device):
         raise RuntimeError("this model selects tokens by a mask of the prompt, which a captured graph cannot follow")
     if func._schema.is_mutable:
         return _answer(func, args, kwargs)

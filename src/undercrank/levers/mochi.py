@@ -10,23 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import MochiAttnProcessor2_0
 
-from undercrank.levers.mirror import Mirror, is_captured
+from undercrank.levers.mirror import Mirror, is_captured_for_all
 from undercrank.undo import swap_class
 
 MASK = "encoder_attention_mask"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Places:
+    """Of the valid tokens of each prompt. Equal to itself only: a graph captured with it serves no other."""
+
+    of: list[torch.Tensor]
 
 
 class Known:
     """The valid tokens of each prompt of the forward under way; None: stock's own look-up."""
 
     def __init__(self) -> None:
-        self.places: list[torch.Tensor] | None = None
+        self.places: Places | None = None
 
     def learn(self, kwargs: dict[str, Any]) -> None:
         given = kwargs.get(MASK)
@@ -34,7 +42,7 @@ class Known:
             self.places = None
             return
         if "places" not in given.memo:
-            given.memo["places"] = [row.nonzero().on_device.flatten() for row in given.unbind(0)]
+            given.memo["places"] = Places(of=[row.nonzero().on_device.flatten() for row in given.unbind(0)])
         self.places = given.memo["places"]
 
 
@@ -62,7 +70,7 @@ def _told(known: Known) -> type:
         attention_mask: torch.Tensor,
         image_rotary_emb: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if known.places is None or is_captured(hidden_states.device):  # a graph would keep one prompt's tokens
+        if known.places is None or is_captured_for_all(hidden_states.device):
             return stock.__call__(
                 self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb=image_rotary_emb
             )
@@ -70,7 +78,7 @@ def _told(known: Known) -> type:
         text = _text(attn, encoder_hidden_states)
         whole = query.size(2) + text[0].size(2)
         found = [
-            _attended(prompt, places, (query, key, value), text, whole) for prompt, places in enumerate(known.places)
+            _attended(prompt, places, (query, key, value), text, whole) for prompt, places in enumerate(known.places.of)
         ]
         both = torch.cat(found, dim=0).transpose(1, 2).flatten(2, 3)
         video, words = both.split_with_sizes((query.size(2), whole - query.size(2)), dim=1)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from undercrank.records import Case, Lever, LeverRefused, Promise, Trace
-from undercrank.undo import appended, swap_attr, swap_class
+from undercrank.undo import appended, swap_attr, swap_class, swap_item
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -184,7 +184,8 @@ class _Trim:
         if not self.processors:
             self.rig.count("text_trim.strangers")
         try:
-            return self._stock(**self.cut.apply(call))
+            with swap_item(self.rig.program, "text_trim.whole", self.cut.whole):
+                return self._stock(**self.cut.apply(call))
         finally:
             self.cut = None
 

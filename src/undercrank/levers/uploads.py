@@ -53,6 +53,9 @@ class Uploads(TorchFunctionMode):
         device = torch.device(device)
         return device.type == self.device.type and device.index in (None, self.device.index or 0)
 
+    def send(self, on_host: torch.Tensor) -> torch.Tensor:
+        return sent(on_host, self.device)
+
     def forget(self) -> None:
         self.cured = 0
         self._constants.clear()
@@ -130,14 +133,14 @@ def _to(mode: Uploads, func: Any, args: Any, kwargs: Any) -> Any:
             return _NOT_OURS
     if not mode.is_here(device) or source.nbytes > LARGEST or not source.is_contiguous():
         return _NOT_OURS
-    return sent(source if dtype is None else source.to(dtype), mode.device)
+    return mode.send(source if dtype is None else source.to(dtype))
 
 
 def _made(mode: Uploads, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.tensor(numbers, device=...)`: made on the host, as stock does, and sent."""
     if not mode.is_here(kwargs.get("device")) or isinstance(args[0], torch.Tensor):
         return _NOT_OURS
-    return sent(func(*args, **{key: value for key, value in kwargs.items() if key != "device"}), mode.device)
+    return mode.send(func(*args, **{key: value for key, value in kwargs.items() if key != "device"}))
 
 
 def _taken(mode: Uploads, func: Any, args: Any, kwargs: Any) -> Any:
@@ -148,7 +151,7 @@ def _taken(mode: Uploads, func: Any, args: Any, kwargs: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not any(_is_host_index(part) for part in parts):
         return _NOT_OURS
-    shown = tuple(sent(torch.as_tensor(p), mode.device) if _is_host_index(p) else p for p in parts)
+    shown = tuple(mode.send(torch.as_tensor(p)) if _is_host_index(p) else p for p in parts)
     return func(table, shown if isinstance(index, tuple) else shown[0])
 
 
