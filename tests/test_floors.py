@@ -32,6 +32,7 @@ FLOORS = {
         "machine",
         "ledger",
         "metrics",
+        "prompts",
         "rig",
         "schedules",
         "database",
@@ -57,7 +58,7 @@ FLOORS = {
     3: ("planner", "sources"),
     4: ("load", "trace", "work", "profiling", "video", "images", "screen", "doctor", "quality", "footage", "preview"),
     5: ("engine",),
-    6: ("audit", "bench", "comparing", "lab", "oneshot", "testing", "worker"),
+    6: ("audit", "bench", "comparing", "fidelity", "lab", "oneshot", "rounding", "takes", "testing", "worker"),
     8: ("cli",),
 }
 FLOOR_OF = {
@@ -96,6 +97,12 @@ SAME_FLOOR = {
     ("profiling", "work"),  # the wrapper around forwards
     ("profiling", "trace"),  # which waits are our own
     ("audit", "testing"),  # the tiny pipeline of a class
+    ("rounding", "takes"),  # films that differ in rounding alone
+    ("fidelity", "rounding"),  # the floor beside a verdict
+    ("fidelity", "takes"),
+    ("fidelity", "bench"),  # what a ledger row of a run holds
+    ("comparing", "fidelity"),  # verify, on the command line
+    ("comparing", "oneshot"),  # how the engine is imported there
     ("footage", "images"),  # PNG in
     ("footage", "video"),  # masters in
     ("doctor", "video"),  # which codecs there are
@@ -107,6 +114,7 @@ TORCH_FROM_THE_START = {
     "levers.gate", "levers.graphs", "levers.mirror", "levers.mochi", "levers.unipc", "levers.uploads",
     "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
+    "takes", "rounding", "fidelity",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},

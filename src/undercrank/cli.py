@@ -278,6 +278,41 @@ def worker(
     work_for_ever(db, data, habits, parent=parent)
 
 
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="Family id, hub id or folder.")] = "flipbook",
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="What to film; again for more.")] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="A film of each prompt with each seed.")] = "1,2",
+    verify_steps: Annotated[
+        int, typer.Option("--verify-steps", min=1, max=1000, help="Steps for levers that are not lossy.")
+    ] = 6,
+    metric: Annotated[list[str] | None, typer.Option("--metric", help="Only this distance; again for more.")] = None,
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Write rows into this machine's ledger.")] = True,
+    negative_prompt: Negative = None, image: ImageFile = None, size: Size = None, frames: Frames = None,
+    steps: Steps = None, guidance: Guidance = None, fidelity: FidelityWord = "faithful", lever: Levers = None,
+    device: DeviceName = None, dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False,
+    local_files_only: LocalOnly = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Hold each lever that is on to its promise, on this machine, at this shape; keep what was found."""
+    from undercrank.comparing import run_verify
+    from undercrank.words import as_seeds
+
+    asked = _request(None, model, negative_prompt, image, size, frames, None, steps, guidance, 1, fidelity, lever,
+                     device, dtype)  # fmt: skip
+    run_verify(
+        asked,
+        prompts=tuple(prompt or ()),
+        seeds=as_seeds(seeds),
+        steps=verify_steps,
+        metrics=tuple(metric or ()),
+        keep=keep,
+        allow_pickle=allow_pickle,
+        local_files_only=local_files_only,
+        as_json=as_json,
+        on_cancellable=_stop_on_signal,
+    )
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"undercrank {__version__}")

@@ -1,23 +1,33 @@
-"""`undercrank compare A B`: two files -> a table of distances with units and direction."""
+"""What `undercrank compare` and `undercrank verify` show: distances with units, direction and floor; promises kept."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from undercrank import screen
+from undercrank.ledger import append
 from undercrank.metrics import METRICS, metric_named, shown
-from undercrank.records import BadInput, Distance, FidelityReport
+from undercrank.oneshot import OnCancellable, calm_threads
+from undercrank.records import BadInput, Distance, FidelityReport, Promise, Request, RunFailed
+
+if TYPE_CHECKING:
+    from undercrank.fidelity import Study, Verdict, Verification
 
 KINDS = ("auto", "frames", "latents")
 
 
 def check_question(a: Path, b: Path, *, metrics: tuple[str, ...], kind: str) -> None:
     """Refuse what can be refused without reading a file: a slip is answered at once."""
-    for name in metrics:
-        if name not in METRICS:
-            raise BadInput(f"no metric {name!r}: choose {', '.join(METRICS)}", field="metric")
+    check_metrics(metrics)
     if kind not in KINDS:
         raise BadInput(f"kind {kind!r}: choose {', '.join(KINDS)}", field="kind")
+
+
+def check_metrics(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in METRICS:
+            raise BadInput(f"no metric {name!r}: choose {', '.join(METRICS)}", field="metric")
 
 
 def show_comparison(a: Path, b: Path, *, metrics: tuple[str, ...], kind: str, key: str | None, as_json: bool) -> None:
@@ -90,3 +100,69 @@ def floor_in_words(distance: Distance) -> str:
         verdict = "inside" if name in distance.inside else "outside"
         words.append(f"{shown(value)} ({name}){'' if distance.value is None else ': ' + verdict}")
     return "; ".join(words) or "not measured"
+
+
+# --------------------------------------------------------------------------- verify
+
+
+def run_verify(
+    request: Request,
+    *,
+    prompts: tuple[str, ...],
+    seeds: tuple[int, ...],
+    steps: int,
+    metrics: tuple[str, ...],
+    keep: bool,
+    allow_pickle: bool,
+    local_files_only: bool,
+    as_json: bool,
+    on_cancellable: OnCancellable,
+) -> None:
+    """Judge, keep the rows, print. Raises RunFailed where a lever broke its promise, after all was printed."""
+    check_metrics(metrics)
+    with calm_threads():
+        from undercrank.engine import Engine
+        from undercrank.fidelity import verify
+
+    with (
+        Engine(allow_pickle=allow_pickle, local_files_only=local_files_only) as engine,
+        on_cancellable(engine.cancel),
+    ):
+        found = verify(
+            engine, request, prompts=prompts, seeds=seeds, steps=steps, names=metrics or None, tell=screen.say
+        )
+    for study in found.studies if keep else ():
+        for row in study.rows:
+            append(row)
+    if as_json:
+        screen.print_json({"event": "done", "verification": found.to_dict()})
+    else:
+        _print_verification(found)
+    if found.broken:
+        raise RunFailed(
+            "; ".join(
+                f"{verdict.lever} broke its promise ({verdict.promise.value}): {verdict.words}"
+                for verdict in found.broken
+            )
+        )
+
+
+def _print_verification(found: Verification) -> None:
+    screen.put(f"{found.family}, {found.dtype} on {found.device}")
+    screen.put(f"prompts: {'; '.join(found.prompts)}; seeds: {', '.join(map(str, found.seeds))}")
+    for study in found.studies:
+        screen.put(f"\n{study.steps} steps")
+        for floor in study.floors:
+            if floor.missing:
+                screen.put(f"rounding floor, {floor.name}: not measured: {floor.missing}")
+        for verdict in study.verdicts:
+            _print_verdict(verdict, study)
+
+
+def _print_verdict(verdict: Verdict, study: Study) -> None:
+    word = {True: "kept", False: "BROKEN", None: "not judged"}[verdict.kept]
+    if verdict.promise is Promise.LOSSY and verdict.kept:
+        word = "stated"
+    screen.put(f"{verdict.lever} promises {verdict.promise.value}: {word}. {verdict.words}")
+    if verdict.distances:
+        screen.table(*table_of(verdict.distances))

@@ -95,7 +95,7 @@ METRICS: dict[str, Metric] = {
             of="latents", sees="the one worst value", blind="how many values differ", per="denoising step",
         ),
         Metric(
-            name="forward_rel", title="relative error of the first forward", unit="ratio", closer="lower", of="forward",
+            name="one_forward", title="relative error of the first forward", unit="ratio", closer="lower", of="forward",
             sees="what a lever does inside one forward, before a run makes it grow", blind="what happens between steps",
             per="branch",
         ),

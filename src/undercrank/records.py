@@ -400,6 +400,15 @@ class Measurement(Record):
     distances: dict[str, float] = field(default_factory=dict)
     floor: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    prompts: tuple[str, ...] = ()
+    "Of the films behind the distances, which are medians over all of them."
+    seeds: tuple[int, ...] = ()
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    "Nearest and furthest film, by metric."
+    floor_of: str = ""
+    "What the runs of the floor differ in, and their dtype."
+    calibrated_on: tuple[str, ...] = ()
+    "Prompts and seeds of the runs that set the lever up; none of them is among the films."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,14 @@ def as_fps(value: str | int | float | Fraction | None) -> Fraction | None:
         raise BadInput(f"fps {text!r}: write a number such as 16 or 24000/1001", field="fps") from error
 
 
+def as_seeds(text: str) -> tuple[int, ...]:
+    """ "1,2,3" -> (1, 2, 3)."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,18}", part) for part in parts):
+        raise BadInput(f"seeds {text[:40]!r}: write whole numbers with commas, such as 1,2,3", field="seeds")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
 def as_wishes(pairs: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """ "host_sync=off" -> ("host_sync", "off"). Whether the knob exists is the planner's question."""
     wishes = []
