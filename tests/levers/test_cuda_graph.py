@@ -20,9 +20,11 @@ from undercrank.levers.cuda_graph import MOST, CudaGraph
 from undercrank.levers.graphs import Buffer
 from undercrank.levers.host_sync import HostSync
 from undercrank.levers.text_trim import TextTrim
+from undercrank.levers.uploads import Uploads, _innermost
 from undercrank.records import BadInput, Lever, LeverRefused, Request, Trace
 from undercrank.rig import Rig
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline, tiny_pipeline_of
+from undercrank.undo import swap_attr
 
 pytestmark = [
     # Mochi asks for an autocast that the CPU does not have, and runs without it.
@@ -174,6 +176,18 @@ def test_compiled_blocks_are_recorded_and_their_check_stays_content() -> None:
             assert torch.equal(alone, film(rig))
             assert rig.counters["compile.calls"] == rig.counters["compile.executed"] == blocks
             assert compiled.verify(rig, TRACE) == [] and TAPE.verify(rig, TRACE) == []
+
+
+def test_a_compiled_block_sees_no_mode_of_ours() -> None:
+    """A compiler would trace it, and compile the block again for it."""
+    rig = rig_of()
+    block, seen = rig.pipe.transformer.blocks[0], []
+    with swap_attr(block, "_compiled_call_impl", lambda *args: seen.append(_innermost())), engaged(rig, TAPE):
+        with Uploads("cuda:0") as outer, Uploads("cuda:0") as inner:
+            block()
+            assert _innermost() is inner
+        assert outer is not inner and _innermost() is None
+        assert seen == [None]
 
 
 # --------------------------------------------------------------------------- one model, by hand

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from undercrank.records import BadInput, Case, Lever, LeverRefused, Needs, Promise, Trace
-from undercrank.undo import appended, swap_class
+from undercrank.undo import appended, swap_attr, swap_class
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -97,6 +97,8 @@ def _recorded_forwards(rig: Rig, lever: CudaGraph) -> Iterator[None]:
             kept = graphs.Graphs(rig, denoiser, recorder, most=MOST, declined=DECLINED)
             stack.callback(kept.clear)
             stack.enter_context(swap_class(denoiser, graphs.recorded(type(denoiser), kept)))
+            for block, call in graphs.compiled_blocks(denoiser):
+                stack.enter_context(swap_attr(block, "_compiled_call_impl", call))
             stack.enter_context(appended(rig.at_start, kept.begin))
             stack.enter_context(appended(rig.at_end, kept.end))
             everything.append(kept)

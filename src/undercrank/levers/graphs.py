@@ -10,7 +10,7 @@ import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from undercrank.levers.gate import PROMPT_BOUND
 from undercrank.levers.mirror import Mirror, recorded_for_one_prompt
-from undercrank.levers.uploads import Uploads, is_on_host
+from undercrank.levers.uploads import Uploads, is_on_host, unwatched
 from undercrank.records import LeverRefused
 
 if TYPE_CHECKING:
@@ -47,6 +47,18 @@ def recorded(cls: Any, graphs: Graphs) -> type:
 
     body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), body)
+
+
+def compiled_blocks(denoiser: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Modules whose calls are compiled, and such a call with no mode of ours for the compiler to see."""
+    for module in denoiser.modules():
+        if (compiled := vars(module).get("_compiled_call_impl")) is not None:
+            yield module, functools.partial(_called_unwatched, compiled)
+
+
+def _called_unwatched(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with unwatched():
+        return compiled(*args, **kwargs)
 
 
 class Graphs:
@@ -79,7 +91,7 @@ class Graphs:
         if graph is None and key not in self._met:
             self.rig.count("cuda_graph.firsts")
             _remember(self._met, key, MET)
-            with self._constants.learning():
+            with self._constants.learning(), _uncached_autocast(self._device.type):
                 return self.recorder.first(forward, args, kwargs)
         if graph is None:
             graph = self._record(key, forward, args, kwargs, given)
@@ -214,7 +226,7 @@ class Buffer:
         kept = [1 if step == 0 else size for size, step in zip(like.shape, like.stride(), strict=True)]
         with torch.inference_mode(False):
             self.base = torch.empty_strided(kept, like.stride(), dtype=like.dtype, device=like.device)
-            self.tensor = self.base.expand(like.shape)
+            self.tensor = self.base if kept == list(like.shape) else self.base.expand(like.shape)
 
     def fill(self, source: torch.Tensor) -> None:
         narrow = [slice(0, 1) if step == 0 else slice(None) for step in source.stride()]
@@ -417,6 +429,7 @@ class Cuda:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         self.stream = _side_stream(self.device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._pools = {tuple(self.pool)}
         self._has_recorded = False
         self._pool_bytes: int | None = None
         "Asked once after each recording."
@@ -443,15 +456,29 @@ class Cuda:
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     found = run()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    self._abandon(graph)
+                    raise
+                graph.capture_end()
         return CudaRecording(graph), found
+
+    def _abandon(self, graph: Any) -> None:
+        """End a recording that failed. CUDA, too, says here that it failed: the first error is the one to tell.
+
+        Its memory goes back with the pool; what is recorded next gets another one.
+        """
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError):  # says so if it has stopped already
+            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+        self.pool = torch.cuda.graph_pool_handle()
+        self._pools.add(tuple(self.pool))
 
     def pool_bytes(self) -> int:
         """What the allocator holds for the graphs alone."""
         if self._pool_bytes is None:
             segments = torch.cuda.memory_snapshot() if self._has_recorded else []
-            own = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self.pool)]
+            own = [segment for segment in segments if tuple(segment["segment_pool_id"]) in self._pools]
             self._pool_bytes = sum(segment["total_size"] for segment in own)
         return self._pool_bytes
 

@@ -109,6 +109,20 @@ class Watch:
         self._pushed = True
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """None of these modes inside: a compiler would look into them, and compile blocks anew because of them."""
+    taken: list[Uploads] = []
+    while isinstance(mode := _innermost(), Uploads):
+        mode.__exit__(None, None, None)
+        taken.append(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            mode.__enter__()
+
+
 def _innermost() -> Any:
     depth = torch._C._len_torch_function_stack()
     return torch._C._get_function_stack_at(depth - 1) if depth else None
