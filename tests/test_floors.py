@@ -46,6 +46,7 @@ FLOORS = {
         "levers",
         "levers.compile",
         "levers.cuda_graph",
+        "levers.epilogue",
         "levers.gate",
         "levers.graphs",
         "levers.host_sync",
@@ -77,6 +78,7 @@ SAME_FLOOR = {
     ("levers.graphs", "levers.mirror"),  # masks that a graph keeps
     ("levers.graphs", "levers.uploads"),  # what a forward sends is sent once
     ("levers", "levers.text_trim"),
+    ("levers.compile", "levers.epilogue"),  # part of one mode
     ("levers.host_sync", "levers.mirror"),  # two files of one lever
     ("levers.host_sync", "levers.unipc"),
     ("levers.host_sync", "levers.gate"),
@@ -111,8 +113,8 @@ SAME_FLOOR = {
 
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
-    "levers.gate", "levers.graphs", "levers.mirror", "levers.mochi", "levers.unipc", "levers.uploads",
-    "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
+    "levers.epilogue", "levers.gate", "levers.graphs", "levers.mirror", "levers.mochi", "levers.unipc",
+    "levers.uploads", "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
     "takes", "rounding", "fidelity",
 }  # fmt: skip

@@ -29,7 +29,7 @@ from undercrank.machine import this_machine
 from undercrank.profiling import between_forwards, profiled
 from undercrank.work import first_step, rates
 
-OFF = {"host_sync": "off", "text_trim": "off", "compile": "off"}
+OFF = {"host_sync": "off", "text_trim": "off", "compile": "off", "cuda_graph": "off"}
 "Stock: every lever off."
 
 
@@ -64,12 +64,16 @@ class Bench:
 
     def compare(self, steps: int, settings: dict[str, dict[str, str]], **more: Any) -> dict[str, Any]:
         """Every setting once untimed, then forward and backward; ratios to the first setting."""
-        first = {name: self.call(steps, levers, **more) for name, levers in settings.items()}
+        first = {
+            name: _kept(lambda levers=levers: self.call(steps, levers, **more)) for name, levers in settings.items()
+        }
+        failed = {name: run for name, run in first.items() if "failed" in run}
+        settings = {name: levers for name, levers in settings.items() if name not in failed}
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
         for name in (*settings, *reversed(settings)):
             runs[name].append(self.call(steps, settings[name], **more))
         stock = next(iter(settings))
-        return {
+        return failed | {
             name: {
                 "step_ms": [round(ms, 2) for run in found for ms in run["step_ms"]],
                 "median_step_ms": _median_step(found),
@@ -91,6 +95,28 @@ class Bench:
                 "relative_to_first": _relative(found[-1]["latents"], runs[stock][-1]["latents"]),
             }
             for name, found in runs.items()
+        }
+
+    def same(self, steps: int, a: dict[str, str], b: dict[str, str]) -> dict[str, Any]:
+        """One call under each setting, twice under the second: are the latents equal?"""
+        first, second, third = self.call(steps, a), self.call(steps, b), self.call(steps, b)
+        return {
+            "equal": torch.equal(first["latents"], second["latents"]),
+            "second equal": torch.equal(first["latents"], third["latents"]),
+            "denoise_s": [run["denoise_s"] for run in (first, second, third)],
+            "peak_gib": [run["peak_gib"] for run in (first, second, third)],
+            "stalls": [run["stalls"] for run in (first, second, third)],
+            "complaints": second["complaints"] + third["complaints"],
+            "counters": third["counters"],
+        }
+
+    def first_and_second(self, steps: int, levers: dict[str, str]) -> dict[str, Any]:
+        """Seconds of a first call, which compiles or finds what was compiled, and of a second one."""
+        first, second = self.call(steps, levers), self.call(steps, levers)
+        return {
+            "wall_s": [first["wall_s"], second["wall_s"]],
+            "ratio": first["wall_s"] / second["wall_s"],
+            "counters": first["counters"],
         }
 
     def forward(self, levers: dict[str, str]) -> torch.Tensor:
@@ -143,12 +169,15 @@ def cogvideox(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], A
     for name in ("off", "on"):
         yield f"look, host_sync {name}", lambda name=name: bench.look({"host_sync": name}, **dynamic)
     yield "nothing copies back", lambda: _under_error_mode(bench, **dynamic)
-    yield (
-        "4 steps: compile",
-        lambda: bench.compare(
-            4, {"eager": {"host_sync": "on"}, "compiled": {"host_sync": "on", "compile": "parity"}}, guidance_scale=6.0
-        ),
-    )
+    base = {"host_sync": "on"}
+    settings = {
+        "eager": base,
+        "compiled": base | {"compile": "parity"},
+        "compiled max": base | {"compile": "max"},
+        "compiled, graphs": base | {"compile": "parity", "cuda_graph": "on"},
+    }
+    yield "4 steps: compile", lambda: bench.compare(4, settings, guidance_scale=6.0)
+    yield "20 steps: graphs", lambda: bench.same(20, settings["compiled"], settings["compiled, graphs"])
 
 
 def hunyuan_720p(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -167,31 +196,52 @@ def _hunyuan(name: str, steps: int, device: str, rehearse: bool) -> Iterator[tup
         "trimmed": trimmed,
         "trimmed, compiled": trimmed | {"compile": "parity"},
         "trimmed, compiled plain": trimmed | {"compile": "plain"},
+        "trimmed, compiled max": trimmed | {"compile": "max"},
     }
     yield "one forward a step", lambda: bench.compare(steps, settings)
-    yield "look", lambda: bench.look(settings["trimmed, compiled"])
-    yield "distances of one forward", lambda: _distances(bench, settings)
+    yield "look", lambda: bench.look(settings["trimmed, compiled max"])
+    if "480p" in name:
+        graphs = settings["trimmed, compiled"] | {"cuda_graph": "on"}
+        yield "20 steps: graphs", lambda: bench.same(20, settings["trimmed, compiled"], graphs)
+        yield "distances of one forward", lambda: _distances(bench, settings)
 
 
 def wan_14b(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     bench = Bench("wan2.1-14b", device, rehearse)
-    settings = {"eager": {"host_sync": "on"}, "compiled": {"host_sync": "on", "compile": "parity"}}
+    base = {"host_sync": "on"}
+    settings = {"eager": base, "compiled": base | {"compile": "parity"}, "compiled max": base | {"compile": "max"}}
     yield "one forward a step", lambda: bench.compare(3, settings)
-    yield "look", lambda: bench.look(settings["compiled"])
+    yield "look", lambda: bench.look(settings["compiled max"])
 
 
 def small(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    base = {"host_sync": "on"}
+    settings = {
+        "stock": {},
+        "host_sync": base,
+        "host_sync, graphs": base | {"cuda_graph": "on"},
+        "host_sync, compiled": base | {"compile": "parity"},
+        "host_sync, compiled, graphs": base | {"compile": "parity", "cuda_graph": "on"},
+    }
     for name in ("wan2.1-1.3b", "ltx-video"):
         bench = Bench(name, device, rehearse)
-        yield f"{name}: host_sync", lambda bench=bench: bench.compare(20, {"stock": {}, "on": {"host_sync": "on"}})
+        yield name, lambda bench=bench: bench.compare(20, settings)
+
+
+def second_process(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Of use only after another run on this machine has left its compiled code behind."""
+    bench = Bench("hunyuanvideo-1.5-480p", device, rehearse)
+    levers = {"text_trim": "on", "host_sync": "on", "compile": "parity"}
+    yield "30 steps, first and second call", lambda: bench.first_and_second(30, levers)
 
 
 GROUPS = {
-    "cogvideox": cogvideox,
     "hunyuan 720p": hunyuan_720p,
     "hunyuan 480p": hunyuan_480p,
     "wan 14b": wan_14b,
     "small": small,
+    "cogvideox": cogvideox,
+    "second process": second_process,
 }
 
 
@@ -238,9 +288,11 @@ def main() -> None:
     device = "cpu" if options.rehearse else "cuda"
     story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
     for group, rows in GROUPS.items():
-        if options.rows and not any(group.startswith(start) for start in options.rows):
+        if not any(group.startswith(start) for start in options.rows or set(GROUPS) - {"second process"}):
             continue
         for name, work in _kept_rows(rows, device, options.rehearse):
+            if options.only and not any(each in name for each in options.only):
+                continue
             begun = time.perf_counter()
             found = _kept(work)
             story[f"{group}: {name}"] = found | {"took_s": round(time.perf_counter() - begun, 1)}
@@ -270,7 +322,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--rows", nargs="*", default=[])
+    parser.add_argument("--rows", nargs="*", default=[], help="groups whose names begin so")
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold this")
     return parser.parse_args()
 
 
