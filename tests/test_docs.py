@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -95,10 +96,18 @@ def test_a_listing_lists(listing: str, holds: str) -> None:
         assert answer.exit_code == 0 and holds in answer.output
 
 
+def commands(group: Any) -> Iterator[Any]:
+    """All commands, those inside groups too."""
+    for command in group.commands.values():
+        yield command
+        if hasattr(command, "commands"):
+            yield from commands(command)
+
+
 def test_every_command_and_option_is_documented() -> None:
     top = typer.main.get_command(cli.app)
     names = [*top.commands]  # type: ignore[attr-defined]
-    options = {o for name in names for p in top.commands[name].params for o in p.opts if o[0] == "-"}  # type: ignore[attr-defined]
+    options = {o for command in commands(top) for p in command.params for o in p.opts if o[0] == "-"}
     text = page("cli.md")
     assert [name for name in names if f"| `{name}` |" not in text] == []
     assert [option for option in sorted(options) if f"`{option}`" not in text] == []
@@ -106,7 +115,7 @@ def test_every_command_and_option_is_documented() -> None:
 
 def test_every_option_that_a_page_names_exists() -> None:
     top = typer.main.get_command(cli.app)
-    options = {o for c in top.commands.values() for p in c.params for o in p.opts} | {"--help", "--version"}  # type: ignore[attr-defined]
+    options = {o for c in commands(top) for p in c.params for o in p.opts} | {"--help", "--version"}
     others = {"--torch-backend"}  # uv's
     named = {option for path in PAGES for option in re.findall(r"`(--[a-z-]+)", path.read_text(encoding="utf-8"))}
     assert sorted(named - options - others) == []

@@ -10,13 +10,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from undercrank import __version__, families
-from undercrank.records import BadInput, Cancelled, Fidelity, Plan, Request, RunFailed, UndercrankError
+from undercrank.records import BadInput, Cancelled, Fidelity, NotFound, Plan, Request, RunFailed, UndercrankError
+from undercrank.settings import settings
 
 app = typer.Typer(
     name="undercrank",
@@ -46,6 +48,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Only errors.")]
 Pickles = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weights, which can run code.")]
 LocalOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the network for a model.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+DataFolder = Annotated[Path | None, typer.Option("--data", help="Folder of jobs and clips.", show_default=False)]
+Database = Annotated[str | None, typer.Option("--db", metavar="URL", help="Job store, if not in that folder.")]
+MaxJobs = Annotated[int | None, typer.Option("--max-jobs", min=1, help="Clips queued and running at a time.")]
+MaxWork = Annotated[int | None, typer.Option("--max-work", min=1, help="Pixels x frames x steps of these together.")]
 
 
 def console() -> None:
@@ -311,6 +317,100 @@ def verify(
         as_json=as_json,
         on_cancellable=_stop_on_signal,
     )
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8200,
+    data: DataFolder = None,
+    db: Database = None,
+    workers: Annotated[int, typer.Option("--workers", min=0, max=64, help="Processes that make clips.")] = 1,
+    allow_host: Annotated[list[str] | None, typer.Option("--allow-host", help="A name of this server.")] = None,
+    keep_days: Annotated[float | None, typer.Option("--keep-days", min=0, help="Delete clips after so long.")] = None,
+    max_jobs: MaxJobs = None,
+    max_work: MaxWork = None,
+    openapi: Annotated[bool, typer.Option("--openapi", help="Print the description of the API, and end.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run the studio: a page and an API over a queue of clips."""
+    _need_server()
+    from undercrank.server import serve as server
+    from undercrank.server.options import Options
+
+    if openapi:
+        typer.echo(server.openapi_text(), nl=False)
+        return
+    options = Options(
+        data=str(data or settings().data), db=db, host=host, port=port, workers=workers,
+        hosts=tuple(allow_host or ()), keep_days=keep_days, max_jobs=max_jobs, max_cost=max_work,
+    )  # fmt: skip
+    server.serve(options, announce=typer.echo)
+
+
+keys = typer.Typer(help="Make, list and revoke the keys that the studio asks for.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command("create")
+def keys_create(
+    name: Annotated[str, typer.Argument(help="Whose it is: their clips are theirs alone.")],
+    data: DataFolder = None,
+    db: Database = None,
+    max_jobs: MaxJobs = None,
+    max_work: MaxWork = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a key. It is shown once and stored as a hash."""
+    _need_server()
+    from undercrank.server import keyring
+
+    typer.echo(keyring.create(_studio(data, db), name, max_jobs=max_jobs, max_work=max_work, as_json=as_json))
+
+
+@keys.command("list")
+def keys_list(data: DataFolder = None, db: Database = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show all keys; what opens the door is not shown."""
+    _need_server()
+    from undercrank.server import keyring
+
+    keyring.show(_studio(data, db), as_json=as_json)
+
+
+@keys.command("revoke")
+def keys_revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `keys list` shows it.")],
+    data: DataFolder = None,
+    db: Database = None,
+    debug: Debug = False,
+) -> None:
+    """Let a key open nothing from now on."""
+    _need_server()
+    from undercrank.server import keyring
+
+    typer.echo(keyring.revoke(_studio(data, db), key_id))
+
+
+def _studio(data: Path | None, db: str | None) -> Any:
+    from undercrank.server.options import Options
+
+    return Options(data=str(data or settings().data), db=db)
+
+
+SERVER_PACKAGES = (
+    "fastapi", "uvicorn", "pydantic", "python_multipart", "jinja2", "structlog", "prometheus_client", "sqlalchemy",
+    "alembic",
+)  # fmt: skip
+
+
+def _need_server() -> None:
+    """Raise NotFound with the line to type where the packages of the server are not installed."""
+    if absent := [name for name in SERVER_PACKAGES if find_spec(name) is None]:
+        raise NotFound(f"the studio needs packages that are not here ({', '.join(absent)}): {SERVER_INSTALL}")
+
+
+SERVER_INSTALL = "pip install 'undercrank[server]'"
 
 
 def _version(value: bool) -> None:

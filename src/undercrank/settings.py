@@ -16,6 +16,8 @@ class Settings:
     "UNDERCRANK_LEDGER: where rows measured on this machine are kept (JSON lines)."
     db: str | None
     "UNDERCRANK_DB: URL of the job store."
+    data: Path
+    "UNDERCRANK_DATA: where the studio keeps its jobs, clips and pictures."
     offline: bool
     "UNDERCRANK_OFFLINE, HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: never ask the network for a model."
     visible_cuda: str | None
@@ -36,6 +38,7 @@ def settings() -> Settings:
     return Settings(
         ledger=_path("UNDERCRANK_LEDGER") or home / "undercrank" / "ledger.jsonl",
         db=os.environ.get("UNDERCRANK_DB") or None,
+        data=_path("UNDERCRANK_DATA") or home / "undercrank" / "studio",
         offline=any(_truthy(name) for name in ("UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         visible_cuda=os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -1,0 +1,1 @@
+"""The studio over HTTP, over the job store and the planner. It never imports torch."""
