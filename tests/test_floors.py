@@ -68,6 +68,7 @@ FLOORS = {
         "server.meters",
         "server.logs",
         "server.bodies",
+        "server.pictures",
         "server.studio",
         "server.files",
         "server.shown",

@@ -205,7 +205,7 @@ class Engine:
         plan = self.plan(request)
         picture = _picture(plan.request)
         with self._in_memory(plan, listener) as rig:
-            notes = (*plan.notes, *_truncation(rig, plan.request))
+            notes = (*plan.notes, *_truncation(rig, plan.request), *(images.notes(picture) if picture else ()))
             inputs = call_inputs(rig, plan.request, picture)
             frames_FHWC, trace, receipts = self.run(
                 plan, functools.partial(_film, rig, plan.request, inputs, on_latents), listener

@@ -28,7 +28,7 @@ from typing import IO, Any, TypeVar
 
 from undercrank import families, shelf, video
 from undercrank.engine import Clip, Engine
-from undercrank.jobs import Claim, Command, JobError, Lease, LeaseLost, State, Store, StoreUnavailable, default_url
+from undercrank.jobs import Claim, Command, Job, JobError, Lease, LeaseLost, State, Store, StoreUnavailable, default_url
 from undercrank.oneshot import remember
 from undercrank.preview import Colours, Previewer
 from undercrank.records import Cancelled, OutOfMemory, Report, Request, UndercrankError
@@ -149,6 +149,7 @@ class Worker:
         engine = self._models.get(request.model, work)
         clip = engine.generate(request, listener=told, on_latents=previewer.see)
         work.check()
+        clip = as_asked(clip, claim.job)
         files, report = write_files(clip, folder, master=bool(claim.job.options.get("master")), listener=told)
         (folder / "live.jpg").unlink(missing_ok=True)
         if (colours := previewer.learn(clip.frames_FHWC)) is not None:
@@ -159,7 +160,8 @@ class Worker:
 
     def _request(self, claim: Claim) -> Request:
         request = Request.from_dict(claim.job.request)
-        return replace(request, seed=claim.job.seed, device=request.device or self._habits.device)
+        image = None if request.image is None else str(self._data / request.image)
+        return replace(request, seed=claim.job.seed, device=request.device or self._habits.device, image=image)
 
     def _end_badly(self, lease: Lease, work: Work, error: BaseException) -> None:
         """Say in the store why there is no clip, and leave nothing of it in memory."""
@@ -446,6 +448,16 @@ def percent_of(event: Event) -> int:
 
 
 # --------------------------------------------------------------------------- files
+
+
+def as_asked(clip: Clip, job: Job) -> Clip:
+    """Its story with the picture named as the job names it, since the server's folders are nobody's business, and with
+    what was done to the picture when it came in."""
+    report, image = clip.report, job.request.get("image")
+    plan = replace(report.plan, request=replace(report.plan.request, image=image))
+    notes = (*report.notes, *job.options.get("picture_notes", ()))
+    report = replace(report, request=replace(report.request, image=image), plan=plan, notes=notes)
+    return replace(clip, report=report)
 
 
 def write_files(

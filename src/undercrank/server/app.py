@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -23,8 +23,8 @@ from undercrank.server.logs import Told, log
 from undercrank.server.openapi import describe
 from undercrank.server.studio import Studio
 
-LOOK_S = 1.0
-"How often it is looked whether workers are alive."
+LOOK_S, TIDY_S = 1.0, 3600.0
+"How often it is looked whether workers are alive, and for pictures that no clip needs any more."
 
 
 def make_app(studio: Studio) -> FastAPI:
@@ -53,19 +53,22 @@ def make_app(studio: Studio) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    keeping = asyncio.create_task(_keep_house(app.state.studio))
+    studio = app.state.studio
+    tasks = [_every(LOOK_S, studio.look_around), _every(TIDY_S, studio.tidy)]
+    running = [asyncio.create_task(task) for task in tasks]
     yield
-    keeping.cancel()
+    for task in running:
+        task.cancel()
 
 
-async def _keep_house(studio: Studio) -> None:
-    """See which workers are alive."""
+async def _every(seconds: float, do: Callable[[], None]) -> None:
+    """Again and again, in a thread. A store that is away is waited for; a disk that errs is tried again."""
     while True:
         try:
-            await run_in_threadpool(studio.look_around)
-        except StoreUnavailable as error:
-            log.warning("store unavailable", reason=str(error))
-        await asyncio.sleep(LOOK_S)
+            await run_in_threadpool(do)
+        except (StoreUnavailable, OSError) as error:
+            log.warning("housekeeping failed", reason=str(error))
+        await asyncio.sleep(seconds)
 
 
 # --------------------------------------------------------------------------- errors

@@ -1,35 +1,24 @@
 """Bodies in: JSON or a form, strictly read, and the picture that may come with them.
 
-A picture is known by its content, never by its name or by what the client calls it; its name is not even read. It is
-decoded within the limits of `images` and written anew under a name of ours. URLs are not fetched: only `data:` is read.
+URLs are not fetched: only `data:` is read. The name of a file is not even looked at.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
-import io
-import os
-import secrets
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
-from undercrank.images import open_image
 from undercrank.records import BadInput
 from undercrank.server.schemas import read_json
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-PICTURES = "pictures"
+REFERENCE = "input_reference"
 MAX_FIELDS = 64
 MAX_FIELD_BYTES = 2**20
-REFERENCE = "input_reference"
 URL_NAMES = {f"{REFERENCE}[image_url]": REFERENCE}
 "How clients spell a nested field in a form."
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
@@ -97,23 +86,3 @@ def from_data_url(url: str) -> bytes:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadInput(f"{REFERENCE}: this is no base64: {error}", field=REFERENCE) from error
-
-
-def decoded(picture: bytes) -> Image:
-    """Upright and RGB. Raises BadInput: no picture by its content, broken, or too large."""
-    try:
-        return open_image(picture)
-    except BadInput as error:
-        raise BadInput(str(error), field=REFERENCE) from error
-
-
-def keep_picture(image: Image, folder: Path) -> str:
-    """Write it as PNG under a name of ours, the hash of its pixels; the name within `folder`."""
-    raw = io.BytesIO()
-    image.save(raw, format="PNG")
-    name = f"{PICTURES}/{hashlib.sha256(raw.getvalue()).hexdigest()}.png"
-    (folder / PICTURES).mkdir(exist_ok=True)
-    part = folder / f"{name}.{secrets.token_hex(8)}.part"
-    part.write_bytes(raw.getvalue())
-    os.replace(part, folder / name)
-    return name

@@ -50,7 +50,7 @@ def as_video(studio: Studio, job: Job) -> Video:
         variants=files.variants_of(studio, job),
         request=(plan or {}).get("request") or job.request,
         plan=plan,
-        notes=report.get("notes") or (plan or {}).get("notes") or [],
+        notes=report.get("notes") or [*((plan or {}).get("notes") or ()), *job.options.get("picture_notes", ())],
     )
 
 

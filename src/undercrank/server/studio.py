@@ -19,6 +19,7 @@ from undercrank.planner import load_spec, make_plan, refuse_if_too_big
 from undercrank.records import Machine, Plan, Request
 from undercrank.server.auth import Owner, owner_of
 from undercrank.server.meters import Meters
+from undercrank.server.pictures import remove_unused
 from undercrank.settings import settings
 from undercrank.sources import locate
 
@@ -50,6 +51,10 @@ class Studio:
     def look_around(self) -> None:
         """Call it about once a second. Raises StoreUnavailable."""
         self.watch.look({worker.id: worker.beats for worker in self.store.workers()})
+
+    def tidy(self) -> None:
+        """Raises StoreUnavailable, OSError."""
+        remove_unused(self.folder, self.store)
 
     def plan(self, request: Request) -> Plan:
         """Decide everything, read nothing. Raises BadInput, LeverRefused, OutOfMemory, NotFound."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Response
@@ -16,7 +16,8 @@ from undercrank.jobs import Job
 from undercrank.records import BadInput, Plan, Request
 from undercrank.server import events, files
 from undercrank.server.auth import Owner
-from undercrank.server.bodies import decoded, keep_picture, read_body
+from undercrank.server.bodies import read_body
+from undercrank.server.pictures import decoded, keep_picture, notes_on
 from undercrank.server.schemas import (
     PlanAnswer,
     Remix,
@@ -52,8 +53,7 @@ async def create(http: HttpRequest, studio: TheStudio, owner: TheOwner, idempote
 async def plan(http: HttpRequest, studio: TheStudio, owner: TheOwner) -> Any:
     """What would run, how long it would take and why; nothing is started."""
     fields, picture = await read_body(http)
-    _, _, decided = await run_in_threadpool(planned, studio, fields, picture)
-    return as_plan_answer(decided)
+    return as_plan_answer((await run_in_threadpool(planned, studio, fields, picture)).plan)
 
 
 @router.get("/v1/videos", response_model=VideoList)
@@ -134,57 +134,47 @@ async def follow(
 # --------------------------------------------------------------------------- from a body to a job
 
 
-def planned(
-    studio: Studio, fields: dict[str, Any], picture: bytes | None, *, keep: bool = False
-) -> tuple[VideoCreate, Request, Plan]:
-    """(what was asked, the same as a request, the plan for it). Raises whatever a plan can raise.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A clip that somebody asked for, understood and planned; nothing is stored yet."""
 
-    keep: the picture is wanted later.
-    """
+    request: Request
+    plan: Plan
+    options: dict[str, Any]
+
+
+def planned(studio: Studio, fields: dict[str, Any], picture: bytes | None, *, keep: bool = False) -> Asked:
+    """Raises whatever a plan can raise. keep: the picture is wanted later."""
     asked = read(VideoCreate, fields)
     image = None if picture is None else decoded(picture)
-    name = keep_picture(image, studio.folder) if image and keep else None if image is None else "input_reference"
+    name = None if image is None else keep_picture(image, studio.folder) if keep else "input_reference"
     request = as_request(asked, image=name)
-    return asked, request, studio.plan(request)
+    options = {"master": asked.master, "picture_notes": notes_on(image)}
+    return Asked(request=request, plan=studio.plan(request), options=options)
 
 
 def ask_for(
     studio: Studio, owner: Owner, fields: dict[str, Any], picture: bytes | None, idempotency_key: str | None
 ) -> Job:
-    asked, request, plan = planned(studio, fields, picture, keep=True)
-    return enqueue(studio, owner, request, plan, options={"master": asked.master}, idempotency_key=idempotency_key)
+    return enqueue(studio, owner, planned(studio, fields, picture, keep=True), idempotency_key)
 
 
 def remix_of(studio: Studio, owner: Owner, job: Job, asked: Remix, idempotency_key: str | None) -> Job:
     request = replace(Request.from_dict(job.request), prompt=asked.prompt)
-    return enqueue(
-        studio,
-        owner,
-        request,
-        studio.plan(request),
-        options=job.options,
-        idempotency_key=idempotency_key,
-        remixed_from=job.id,
-    )
+    again = Asked(request=request, plan=studio.plan(request), options=job.options)
+    return enqueue(studio, owner, again, idempotency_key, remixed_from=job.id)
 
 
 def enqueue(
-    studio: Studio,
-    owner: Owner,
-    asked: Request,
-    plan: Plan,
-    *,
-    options: Mapping[str, Any],
-    idempotency_key: str | None,
-    remixed_from: str | None = None,
+    studio: Studio, owner: Owner, asked: Asked, idempotency_key: str | None, *, remixed_from: str | None = None
 ) -> Job:
     """Store it with every gap filled, but for the seed, which the store draws, and the dtype, which is its worker's."""
-    request = replace(plan.request, seed=asked.seed, dtype=asked.dtype)
+    request = replace(asked.plan.request, seed=asked.request.seed, dtype=asked.request.dtype)
     job, _ = studio.store.enqueue(
         owner=owner.id,
         model=request.model,
         request=request.to_dict(),
-        options=options,
+        options=asked.options,
         cost=cost(request),
         idempotency_key=idempotency_key,
         remixed_from=remixed_from,
