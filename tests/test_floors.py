@@ -44,6 +44,7 @@ FLOORS = {
         "fleet",
         "shelf",
         "levers",
+        "levers.attention",
         "levers.compile",
         "levers.cuda_graph",
         "levers.epilogue",
@@ -95,6 +96,7 @@ SAME_FLOOR = {
     ("jobs", "database"),  # the tables under the queue
     ("fleet", "shelf"),  # files of deleted jobs
     ("levers", "levers.host_sync"),  # ORDER
+    ("levers", "levers.attention"),
     ("levers", "levers.compile"),
     ("levers", "levers.cuda_graph"),
     ("levers.cuda_graph", "levers.graphs"),  # two files of one lever

@@ -23,7 +23,7 @@ from undercrank.settings import settings
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "av", "numpy")
 "The packages whose versions decide results; they stand in every report and ledger row."
-OPTIONAL = ("torchao", "flash_attn", "sageattention", "ray")
+OPTIONAL = ("torchao", "flash_attn", "flash_attn_3", "flash-attn-4", "sageattention", "ray")
 "Packages that a lever may need; named where they are installed."
 
 

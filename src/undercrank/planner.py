@@ -332,7 +332,7 @@ def _decide_one(
 
     if "off" in wishes.values() and not explicit:
         return None, answer(Status.DECLINED, "asked for off")
-    if unmet := unmet_need(cls, case) or clash:
+    if unmet := unmet_need(cls, case) or lever.lacks(case) or clash:
         if explicit:
             raise LeverRefused(f"{requested}: {unmet}")
         return None, answer(Status.UNSUPPORTED, unmet)

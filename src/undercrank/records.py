@@ -451,7 +451,7 @@ class FidelityReport(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Needs(Record):
-    """What a table can say about where a lever can work; the rest is `Lever.doubt`."""
+    """What a table can say about where a lever can work; the rest is `Lever.lacks` and `Lever.doubt`."""
 
     traits: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
@@ -613,6 +613,13 @@ class Lever(Record):
     def promises(self, case: Case) -> Promise:
         """What it does to the numbers in this case."""
         return Promise.EXACT
+
+    def lacks(self, case: Case) -> str | None:
+        """What it cannot do without and does not find here, with the remedy, where `needs` cannot say it in data.
+
+        Unlike a doubt it also refuses a wish. None: nothing.
+        """
+        return None
 
     def doubt(self, case: Case) -> str | None:
         """A reason to leave it off here; None: no objection."""

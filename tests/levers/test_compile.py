@@ -314,7 +314,7 @@ def test_both_experts_are_compiled() -> None:
     with STRUCTURE.engage(rig):
         run(rig, steps=4)
         for expert in rig.denoisers:
-            assert lever_file._programs[expert][STRUCTURE].graphs == 1
+            assert lever_file._programs[expert][(STRUCTURE,)].graphs == 1
         assert graphs(rig) == 2 and STRUCTURE.verify(rig, None) == []
 
 
@@ -325,7 +325,7 @@ def test_leaving_and_entering_again_compiles_nothing() -> None:
         with STRUCTURE.engage(rig):
             films.append(run(rig))
     assert graphs(rig) == 0 and torch.equal(films[0], films[2])
-    assert lever_file._programs[rig.pipe.transformer][STRUCTURE].graphs == 1
+    assert lever_file._programs[rig.pipe.transformer][(STRUCTURE,)].graphs == 1
 
 
 def test_compiled_code_does_not_keep_a_denoiser_alive() -> None:

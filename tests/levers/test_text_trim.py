@@ -398,11 +398,13 @@ def test_elsewhere_there_is_a_reason(row: Any) -> None:
     if row.traits & {"video_input", "control_input"}:
         pytest.skip("the plan is made for a pipeline at hand only")
     decision = plan(row.id)
-    assert decision.status is Status.DECLINED and row.pipeline in decision.reason
+    assert decision.status is Status.UNSUPPORTED and row.pipeline in decision.reason
+    with pytest.raises(LeverRefused, match=f"text_trim=on: .*{row.pipeline}"):  # nothing is loaded for it
+        plan(row.id, text_trim="on")
 
 
 def test_a_model_without_masked_texts_is_refused_and_left_alone() -> None:
-    """Asked for by name, it comes as far as the pipeline; there it says no before it touches anything."""
+    """A pipeline of a class that no table knows comes as far as this; it is refused before anything is touched."""
     rig = rig_of("mochi")
     before = fingerprint(rig.pipe)
     with pytest.raises(LeverRefused, match="MochiTransformer3DModel"), TextTrim().engage(rig):

@@ -5,6 +5,7 @@ Each entry's comment says why it stands where it stands: ORDER is the only place
 
 from __future__ import annotations
 
+from undercrank.levers.attention import Attention
 from undercrank.levers.compile import Compile
 from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.host_sync import HostSync
@@ -13,6 +14,7 @@ from undercrank.records import Lever
 
 ORDER: tuple[type[Lever], ...] = (
     TextTrim,  # decides how many tokens there are: whatever chooses, captures or compiles by shape comes after it
+    Attention,  # after the trimming, which knows processors by their class and takes masks away; before compiled code
     Compile,  # after what changes the blocks or their inputs: it compiles what it finds
     CudaGraph,  # after what changes the model's code: it records what it finds, compiled blocks too
     HostSync,  # around all of them: the denoiser is given plain tensors, and the loop outside never waits

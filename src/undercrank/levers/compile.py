@@ -100,7 +100,7 @@ def _compiled_blocks(rig: Rig, lever: Compile) -> Iterator[None]:
             blocks = repeated_blocks(denoiser)
             _check_plain(denoiser, blocks)
             _check_unhooked(denoiser, blocks)
-            program = _program(denoiser, lever)
+            program = _program(denoiser, lever, rig)
             check = functools.partial(_check_unhooked, denoiser, blocks)
             stack.enter_context(appended(rig.at_start, lambda total, check=check: check()))
             stack.enter_context(swap_attr(program, "rig", rig))
@@ -189,15 +189,15 @@ def _check_compiler(device: str) -> None:
 # --------------------------------------------------------------------------- the compiled code of one denoiser
 
 
-_programs: weakref.WeakKeyDictionary[Any, dict[Compile, Program]] = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Program]] = weakref.WeakKeyDictionary()
 "Compiled code lives as long as its denoiser, not as long as a lever is on: entering again compiles nothing."
 
 
-def _program(denoiser: Any, lever: Compile) -> Program:
-    programs = _programs.setdefault(denoiser, {})
-    if lever not in programs:
-        programs[lever] = Program(lever)
-    return programs[lever]
+def _program(denoiser: Any, lever: Compile, rig: Rig) -> Program:
+    programs, key = _programs.setdefault(denoiser, {}), (lever, *(name for name, _ in rig.graph_passes))
+    if key not in programs:
+        programs[key] = Program(lever)
+    return programs[key]
 
 
 def _through(block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,6 +282,8 @@ class Program:
             from undercrank.levers.epilogue import fuse_gelu
 
             self._count("compile.epilogues", fuse_gelu(graph))
+        for _, change in self.rig.graph_passes if self.rig is not None else ():
+            change(graph)
         with swap_env(LEFT_BY_INDUCTOR, ""):
             compiled = lookup_backend(self._lever.backend)(graph, inputs, **options)
         self.graphs += 1

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from undercrank import families
 from undercrank.records import Case, Lever, LeverRefused, Promise, Trace
 from undercrank.undo import appended, swap_attr, swap_class, swap_item
 
@@ -76,14 +77,19 @@ class TextTrim(Lever):
     def promises(self, case: Case) -> Promise:
         return Promise.ROUNDING
 
+    def lacks(self, case: Case) -> str | None:
+        """Of a pipeline that is in no table nothing is known here: `engage` looks at its denoiser."""
+        pipeline = case.family.pipeline
+        if pipeline in WHY_NOT:
+            return f"nothing to gain in {pipeline}: {WHY_NOT[pipeline]}"
+        if pipeline not in PROVEN and families.of_pipeline(pipeline):
+            return f"{pipeline} masks no padding in its blocks"
+        return None
+
     def doubt(self, case: Case) -> str | None:
         """No doubt about the CPU: it is as right there, and was measured faster."""
         pipeline = case.family.pipeline
-        if pipeline in PROVEN:
-            return None
-        if pipeline in WHY_NOT:
-            return f"nothing to gain in {pipeline}: {WHY_NOT[pipeline]}"
-        return f"{pipeline} is not known to mask padding in its blocks"
+        return None if pipeline in PROVEN else f"{pipeline} is not known to mask padding in its blocks"
 
     def engage(self, rig: Rig) -> AbstractContextManager[Any]:
         return _trimmed_texts(rig)
