@@ -1,4 +1,4 @@
-"""On a CUDA device: each kernel's operator against torch's own choice, two threads at once, in a CUDA graph, and films."""
+"""On a CUDA device: each kernel against torch's own choice, in two threads, in a CUDA graph, and in films."""
 
 from __future__ import annotations
 

@@ -243,6 +243,9 @@ class _Tally:
 
     def count(self, what: str) -> None:
         self.run[what] += 1
+        if self.rig is not None:  # the trace tells which kernels ran
+            self.rig.count(f"attention.{what}")
+
 
 _tallies: weakref.WeakKeyDictionary[Any, _Tally] = weakref.WeakKeyDictionary()
 "They live as long as the denoiser, as its compiled code does."
@@ -271,7 +274,7 @@ def _routed_attention(rig: Rig, name: str) -> Iterator[None]:
             stack.enter_context(appended(rig.at_start, tally.begin))
             stack.enter_context(swap_attr(denoiser, "forward", _tallied(_forward_of(denoiser), tally)))
             for processor in _processors(denoiser):
-                stack.enter_context(swap_class(processor, _routed(type(processor), kernel.name)))
+                stack.enter_context(swap_class(processor, _routed(processor.__class__, kernel.name)))
         yield
 
 
@@ -520,9 +523,9 @@ def _opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     schema = "(Tensor q, Tensor k, Tensor v, float? scale) -> Tensor"
     operator = torch.library.custom_op(f"undercrank::attention_{name}", attend, mutates_args=(), schema=schema)
     operator.register_fake(lambda q, k, v, scale: q.new_empty(q.shape))
-    return lambda q, k, v, scale: operator(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale
-    ).transpose(1, 2)
+    return lambda q, k, v, scale: operator(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale).transpose(
+        1, 2
+    )
 
 
 OPERATORS: dict[str, Callable[[], Callable[..., Any]]] = {
