@@ -92,7 +92,10 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     return plain[hint]
 
 
-WORDS = {"Compile": {"mode": st.sampled_from(["parity", "plain", "max"])}}
+WORDS = {
+    "Attention": {"kernel": st.sampled_from(["best", "cudnn", "flash", "sage"])},
+    "Compile": {"mode": st.sampled_from(["parity", "plain", "max"])},
+}
 "Fields of levers that take certain words only."
 
 

@@ -20,6 +20,7 @@ from undercrank.ledger import Ledger
 from undercrank.levers import attention
 from undercrank.levers.attention import KERNELS, Attention, Kernel, misfit, pick, route_graph, why_native
 from undercrank.levers.compile import Compile
+from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.text_trim import TextTrim
 from undercrank.planner import make_plan
 from undercrank.records import BadInput, Decision, Device, LeverRefused, Machine, Measurement, Promise, Request, Status
@@ -165,6 +166,22 @@ def test_processors_keep_the_signature_that_diffusers_asks_for() -> None:
     before = [inspect.signature(each.__call__) for each in attention._processors(rig.pipe.transformer)]
     with Attention().engage(rig):
         assert before == [inspect.signature(each.__call__) for each in attention._processors(rig.pipe.transformer)]
+
+
+@pytest.mark.parametrize("name", [WAN, "cogvideox-2b"])
+def test_a_recorded_forward_replays_the_kernel_and_verify_knows_it(name: str) -> None:
+    """In the second film no attention is called by Python any more."""
+    rig, tape = rig_of(name), CudaGraph(recorder="tape")
+    stock = film(rig)
+    with Attention().engage(rig), tape.engage(rig), torch.no_grad():
+        for _ in range(2):
+            with rig.seams(), rig.call():
+                frames = rig.pipe(**tiny_inputs(rig.pipe, steps=3)).frames
+            assert Attention().verify(rig, None) == []  # type: ignore[arg-type]
+    assert not attention._tallies[rig.pipe.transformer].run
+    with rig.seams(), rig.call(), torch.no_grad():
+        stock = rig.pipe(**tiny_inputs(rig.pipe, steps=3)).frames
+    assert error(stock, frames) < 1e-5
 
 
 def test_names_and_weights_are_untouched() -> None:

@@ -144,7 +144,7 @@ class Attention(Lever):
         for denoiser in rig.denoisers:
             tally = _tallies.get(denoiser)
             if tally is not None and tally.rig is rig:
-                seen += tally.run + tally.traced[tally.kernel]
+                seen += (tally.run or tally.before) + tally.traced[tally.kernel]
         kept = {what: count for what, count in seen.items() if what.startswith("native: ")}
         complaints = []
         if len(kept) == len(seen):
@@ -235,11 +235,16 @@ class _Tally:
         self.kernel = ""
         self.run: Counter[str] = Counter()
         "Calls of eager code in the run under way."
+        self.before: Counter[str] = Counter()
+        "Those of the last run that had any: a CUDA graph that was recorded then calls no Python now."
         self.traced: dict[str, Counter[str]] = {}
         "Calls in compiled code, by kernel: that code stays with the denoiser, and so does the count."
 
     def begin(self, total: int) -> None:
-        self.run.clear()
+        self.before, self.run = self.run or self.before, Counter()
+
+    def clear(self) -> None:
+        self.before, self.run = Counter(), Counter()
 
     def count(self, what: str) -> None:
         self.run[what] += 1
@@ -269,6 +274,7 @@ def _routed_attention(rig: Rig, name: str) -> Iterator[None]:
             kernel = _kernel_for(denoiser, name, rig.device)
             tally = _tallies.setdefault(denoiser, _Tally())
             tally.traced.setdefault(kernel.name, Counter())
+            tally.clear()
             stack.enter_context(swap_attr(tally, "rig", rig))
             stack.enter_context(swap_attr(tally, "kernel", kernel.name))
             stack.enter_context(appended(rig.at_start, tally.begin))
