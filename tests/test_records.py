@@ -95,6 +95,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 WORDS = {
     "Attention": {"kernel": st.sampled_from(["best", "cudnn", "flash", "sage"])},
     "Compile": {"mode": st.sampled_from(["parity", "plain", "max"])},
+    "CudaGraph": {"recorder": st.sampled_from(["cuda", "tape"])},
 }
 "Fields of levers that take certain words only."
 
