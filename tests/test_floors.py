@@ -35,6 +35,7 @@ FLOORS = {
         "prompts",
         "rig",
         "schedules",
+        "ratios",
         "database",
         "jobs",
         "migrations",
@@ -45,6 +46,7 @@ FLOORS = {
         "shelf",
         "levers",
         "levers.attention",
+        "levers.caches",
         "levers.compile",
         "levers.cuda_graph",
         "levers.epilogue",
@@ -53,6 +55,9 @@ FLOORS = {
         "levers.host_sync",
         "levers.mirror",
         "levers.mochi",
+        "levers.programs",
+        "levers.stacks",
+        "levers.step_cache",
         "levers.text_trim",
         "levers.unipc",
         "levers.uploads",
@@ -95,8 +100,16 @@ SAME_FLOOR = {
     ("ledger", "settings"),  # where the user's rows are
     ("jobs", "database"),  # the tables under the queue
     ("fleet", "shelf"),  # files of deleted jobs
+    ("ledger", "ratios"),  # which checkpoints were measured here
+    ("ratios", "settings"),  # where the user's curves are
+    ("ratios", "schedules"),
     ("levers", "levers.host_sync"),  # ORDER
     ("levers", "levers.attention"),
+    ("levers", "levers.step_cache"),
+    ("levers.step_cache", "levers.caches"),  # four files of one lever
+    ("levers.step_cache", "levers.programs"),
+    ("levers.step_cache", "levers.stacks"),
+    ("levers.caches", "levers.stacks"),
     ("levers", "levers.compile"),
     ("levers", "levers.cuda_graph"),
     ("levers.cuda_graph", "levers.graphs"),  # two files of one lever
@@ -145,6 +158,7 @@ TORCH_FROM_THE_START = {
     "levers.uploads", "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
     "takes", "rounding", "fidelity",
+    "levers.caches", "levers.programs", "levers.stacks",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},

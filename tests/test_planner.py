@@ -14,9 +14,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from undercrank import families, planner
-from undercrank.ledger import Ledger
+from undercrank.ledger import Ledger, read_ledger
 from undercrank.levers import ORDER, knobs
 from undercrank.planner import Live, case_of, expected_bytes, make_plan, refuse_if_too_big
+from undercrank.ratios import Curve
 from undercrank.records import (
     BadInput,
     Case,
@@ -1124,3 +1125,99 @@ def test_a_gain_on_another_device_is_no_measurement_here(order: Order) -> None:
 def test_a_wish_needs_no_measurement(order: Order) -> None:
     order(Careful)
     assert decision(plan(wishes=(("careful", "on"),)), "careful").status is Status.APPLIED
+
+
+# --------------------------------------------------------------------------- a lossy lever with several settings
+
+HV15 = "hunyuanvideo-1.5-720p"
+
+
+def step_cache(ledger: Ledger, **request: Any) -> Decision:
+    asked = Request(model=HV15, prompt="a", **request)
+    return decision(make_plan(asked, family=families.family(HV15), machine=SERVER, ledger=ledger), "step_cache")
+
+
+def own_curves(family: str = "hunyuanvideo-1.5-720p", dtype: str = "bfloat16") -> list[Curve]:
+    return [
+        Curve(
+            source="calibrated here", checkpoint="c", family=family, repo="", dtype=dtype, scheduler="S",
+            denoiser="transformer", branch="cond", levels=(1.0, 0.5), ratios=(1.0, 1.0), drifts=(0.0, 0.1),
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "chosen", "reason"),
+    [
+        ("exact", "off", "allows less"),
+        ("faithful", "off", "unmeasured here"),
+        ("quality", "quality", "published, not verified here"),
+        ("balanced", "quality", "published, not verified here"),
+        ("fast", "quality", "published, not verified here"),
+    ],
+)
+def test_published_rows_engage_the_family_s_preset_under_quality_and_below(word: str, chosen: str, reason: str) -> None:
+    found = step_cache(Ledger(read_ledger().rows, own_curves()), fidelity=Fidelity(word))
+    assert (found.chosen, reason in found.reason) == (chosen, True), found
+    assert all(row.startswith("published-") for row in found.evidence)
+
+
+@pytest.mark.parametrize(("word", "status"), [("faithful", Status.DECLINED), ("quality", Status.APPLIED)])
+def test_a_calibration_of_one_s_own_counts_as_a_row_of_the_quality_preset(word: str, status: Status) -> None:
+    found = step_cache(Ledger([], own_curves()), fidelity=Fidelity(word))
+    assert found.status is status
+    if status is Status.APPLIED:
+        assert found.chosen == "quality" and "calibrated here, distance not measured" in found.reason
+        assert found.promise is Promise.LOSSY
+
+
+@pytest.mark.parametrize("curves", [[], own_curves(family="mochi"), own_curves(dtype="float16")])
+def test_what_was_never_measured_is_measured_in_the_first_run_and_that_is_exact(curves: list[Curve]) -> None:
+    found = step_cache(Ledger([], curves), fidelity=Fidelity.QUALITY)
+    assert found.status is Status.APPLIED and found.promise is Promise.EXACT
+    assert "for the next run" in found.reason
+
+
+def test_a_measured_distance_beyond_the_word_speaks_before_a_calibration() -> None:
+    far = a_row(lever="step_cache", family=HV15, setting="quality", distances={"lpips": 0.3})
+    found = step_cache(Ledger([far], own_curves()), fidelity=Fidelity.QUALITY)
+    assert found.status is Status.DECLINED and "lpips 0.3" in found.reason
+
+
+def test_rows_of_another_setting_say_nothing_of_this_one() -> None:
+    row = a_row(lever="step_cache", family=HV15, setting="balanced")
+    found = step_cache(Ledger([row]), fidelity=Fidelity.FAITHFUL)
+    assert found.status is Status.DECLINED and "unmeasured" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("family", "word", "preset"),
+    [(WAN, "fast", "balanced"), (WAN, "balanced", "balanced"), (WAN, "quality", "quality"), (HV15, "fast", "quality")],
+)
+def test_the_preset_of_auto_is_the_family_s_and_no_bolder_than_the_word(family: str, word: str, preset: str) -> None:
+    asked = Request(model=family, prompt="a", fidelity=Fidelity(word), wishes=(("transformer_cache", "magcache"),))
+    made = make_plan(asked, family=families.family(family), machine=SERVER, ledger=Ledger())
+    assert next(lever for lever in made.levers if lever.name == "step_cache").setting == preset
+
+
+def test_few_steps_are_declined_by_auto_and_honoured_with_a_warning_when_asked_for() -> None:
+    assert "8 steps are few" in step_cache(read_ledger(), fidelity=Fidelity.QUALITY, num_inference_steps=8).reason
+    asked = step_cache(read_ledger(), num_inference_steps=8, wishes=(("transformer_cache", "magcache"),))
+    assert asked.status is Status.APPLIED and asked.reason.startswith("asked for, although 8 steps are few")
+
+
+def test_off_is_off_whatever_else_is_set() -> None:
+    wishes = (("transformer_cache", "off"), ("transformer_cache_quality", "fast"))
+    assert step_cache(read_ledger(), wishes=wishes).status is Status.DECLINED
+
+
+def test_a_mask_of_another_length_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(BadInput, match="mask of 3 steps for a run of 50") as raised:
+        step_cache(Ledger(), wishes=(("transformer_cache_mask", "101"),))
+    assert raised.value.field == "transformer_cache_mask"
+
+
+def test_five_is_not_fifty() -> None:
+    five = step_cache(read_ledger(), fidelity=Fidelity.QUALITY, num_inference_steps=5)
+    fifty = step_cache(read_ledger(), fidelity=Fidelity.QUALITY, num_inference_steps=50)
+    assert (five.status, fifty.status) == (Status.DECLINED, Status.APPLIED)

@@ -96,6 +96,14 @@ WORDS = {
     "Attention": {"kernel": st.sampled_from(["best", "cudnn", "flash", "sage"])},
     "Compile": {"mode": st.sampled_from(["parity", "plain", "max"])},
     "CudaGraph": {"recorder": st.sampled_from(["cuda", "tape"])},
+    "StepCache": {
+        "cache": st.sampled_from(["auto", "magcache", "easycache"]),
+        "quality": st.sampled_from(["auto", "quality", "balanced", "fast"]),
+        "threshold": st.none() | st.floats(0, 10),
+        "retention": st.none() | st.floats(0, 1),
+        "budget": st.none(),
+        "mask": st.just(""),
+    },
 }
 "Fields of levers that take certain words only."
 

@@ -219,7 +219,7 @@ class Engine:
             receipts=receipts,
             trace=trace,
             frames_hash=video.frames_hash(frames_FHWC),
-            notes=notes + tuple(f"{r.lever}: {c}" for r in receipts for c in r.complaints),
+            notes=notes + tuple(f"{r.lever}: {text}" for r in receipts for text in (*r.complaints, *r.remarks)),
         )
         assert plan.request.fps is not None
         return Clip(frames_FHWC=frames_FHWC, fps=plan.request.fps, report=report)
@@ -252,14 +252,7 @@ class Engine:
             result = call()
             rig.check_cancelled()
         trace = tracer.trace(*self._take_load_cost())
-        receipts = tuple(
-            replace(
-                receipt,
-                bytes=receipt.bytes + rig.counters.get(f"{lever.name}.bytes", 0),
-                complaints=tuple(lever.verify(rig, trace)),
-            )
-            for lever, _, receipt in self._held
-        )
+        receipts = tuple(_completed(receipt, lever, rig, trace) for lever, _, receipt in self._held)
         return result, trace, receipts
 
     def _take_load_cost(self) -> tuple[float, int]:
@@ -354,6 +347,16 @@ class Engine:
             for _, stack, _ in self._held:
                 everything.push(stack)
             self._held = []
+
+
+def _completed(receipt: Receipt, lever: Lever, rig: Rig, trace: Trace) -> Receipt:
+    """With what the run showed: the lever's own check, its remarks, and the memory that it held."""
+    return replace(
+        receipt,
+        complaints=tuple(lever.verify(rig, trace)),
+        remarks=tuple(text for name, text in rig.remarks if name == lever.name),
+        bytes=receipt.bytes + rig.counters.get(f"{lever.name}.bytes", 0),
+    )
 
 
 # --------------------------------------------------------------------------- one call of a loaded pipeline

@@ -275,6 +275,7 @@ _HV15 = Family(
     branches="guider",
     branch_names=("pred_cond", "pred_uncond"),
     traits=frozenset({"cache_context", "guider", "no_callback"}),
+    transformer_cache_quality="quality",
     transformer_params=8_326_608_160,
     text_encoder_params=7_070_619_136 + 219_314_944,
     vae_params=1_260_634_115,

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
+from undercrank.ratios import Curve, read_curves
 from undercrank.records import BadInput, Case, Measurement
 from undercrank.settings import settings
 
@@ -22,8 +23,9 @@ HERE = "measured here"
 class Ledger:
     """A set of rows, read once."""
 
-    def __init__(self, rows: Iterable[Measurement] = ()) -> None:
+    def __init__(self, rows: Iterable[Measurement] = (), curves: Iterable[Curve] = ()) -> None:
         self.rows = tuple(rows)
+        self._calibrated = {(curve.family, curve.dtype) for curve in curves}
 
     def runs_like(self, case: Case) -> tuple[Measurement, ...]:
         """Whole runs of this model on this kind of device, the nearest shape first."""
@@ -35,16 +37,22 @@ class Ledger:
         ]  # fmt: skip
         return tuple(sorted(rows, key=lambda row: abs(_pixels(row) - _pixels(case))))
 
-    def of_lever(self, lever: str, case: Case) -> tuple[Measurement, ...]:
-        """Rows that compare this lever with its absence, for this model."""
-        return tuple(row for row in self.rows if row.lever == lever and row.family == case.family.id)
+    def of_lever(self, lever: str, case: Case, setting: str = "") -> tuple[Measurement, ...]:
+        """Rows that compare this lever, at this setting, with its absence, for this model."""
+        return tuple(
+            row for row in self.rows if row.lever == lever and row.family == case.family.id and row.setting == setting
+        )
+
+    def is_calibrated(self, family: str, dtype: str) -> bool:
+        """Has a checkpoint of this family been measured here for step_cache, in this dtype?"""
+        return (family, dtype) in self._calibrated
 
 
 def read_ledger(path: Path | None = None) -> Ledger:
     """The shipped rows and the user's own. A broken line in the user's file is named, not skipped."""
     shipped = [row for file in _shipped() for row in _rows(file.read_text(encoding="utf-8"), file.name)]
     own = path or settings().ledger
-    return Ledger([*shipped, *_rows(_text(own), str(own))] if own.exists() else shipped)
+    return Ledger([*shipped, *_rows(_text(own), str(own))] if own.exists() else shipped, read_curves())
 
 
 def append(row: Measurement, path: Path | None = None) -> None:

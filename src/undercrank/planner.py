@@ -83,10 +83,14 @@ def make_plan(
         request = replace(request, dtype=live.dtype)
     resolved, notes = resolve(request, family, device) if strict else adopt(request, family)
     load = replace(load or load_spec(family), dtype=str(resolved.dtype), device=device.torch_name)
-    levers, decisions = decide(resolved, case_of(resolved, family, machine, device, load, live), ledger)
+    case = case_of(resolved, family, machine, device, load, live)
+    case = replace(case, is_calibrated=ledger.is_calibrated(family.id, case.dtype))
+    levers, decisions = decide(resolved, case, ledger)
     for lever in levers:
+        if strict:
+            lever.check(case)
         load = lever.configure(load)
-    case = case_of(resolved, family, machine, device, load, live, engaged=tuple(lever.name for lever in levers))
+    case = replace(case, engaged=tuple(lever.name for lever in levers))
     expected = expect(case, ledger)
     if live is None and (expected.peak_bytes or 0) > device.free_bytes:
         notes = (*notes, f"does not fit: {device.torch_name} has {gib(device.free_bytes)} free; {fitting(case)}")
@@ -127,6 +131,7 @@ def case_of(
         num_inference_steps=request.num_inference_steps,
         guidance_scale=request.guidance_scale,
         dtype=request.dtype,
+        fidelity=request.fidelity,
         scheduler=live.scheduler if live else None,
         engaged=engaged,
         parameters=load.parameters or family.transformer_params + family.text_encoder_params + family.vae_params,
@@ -314,23 +319,40 @@ def _clash(cls: type[Lever], engaged: list[type[Lever]]) -> str | None:
 def _decide_one(
     cls: type[Lever], request: Request, case: Case, ledger: Ledger, clash: str | None
 ) -> tuple[Lever | None, Decision]:
+    """The first of the lever's choices that may engage; what is said of the last one where none may."""
     wishes, explicit = _wishes_of(cls, request), _explicit(cls, request)
+    for choice in cls.from_wish(explicit).choices(case):
+        lever, decision = _decide_choice(choice, wishes, explicit, request, case, ledger, clash)
+        if lever is not None:
+            break
+    return lever, decision
+
+
+def _decide_choice(
+    lever: Lever,
+    wishes: dict[str, str],
+    explicit: dict[str, str],
+    request: Request,
+    case: Case,
+    ledger: Ledger,
+    clash: str | None,
+) -> tuple[Lever | None, Decision]:
+    cls = type(lever)
     requested = " ".join(f"{knob}={value}" for knob, value in wishes.items()) or "auto"
-    lever = cls.from_wish(explicit)
     promise = lever.promises(case)
 
     def answer(status: Status, reason: str, rows: tuple[Measurement, ...] = ()) -> Decision:
         return Decision(
             lever=cls.name,
             requested=requested,
-            chosen="on" if status is Status.APPLIED else "off",
+            chosen=(lever.setting or "on") if status is Status.APPLIED else "off",
             status=status,
             promise=promise,
             reason=reason,
             evidence=tuple(row.id for row in rows),
         )
 
-    if "off" in wishes.values() and not explicit:
+    if wishes.get((cls.knobs or (cls.name,))[0]) == "off" or ("off" in wishes.values() and not explicit):
         return None, answer(Status.DECLINED, "asked for off")
     if unmet := unmet_need(cls, case) or lever.lacks(case) or clash:
         if explicit:
@@ -347,15 +369,20 @@ def _decide_one(
         return None, answer(Status.DECLINED, f"{promise.value}, and fidelity {request.fidelity.value} allows less")
     if doubt:
         return None, answer(Status.DECLINED, doubt)
-    rows = ledger.of_lever(cls.name, case)
+    rows = ledger.of_lever(cls.name, case, lever.setting)
     if slower := measured_slower(rows, case):
         return None, answer(Status.DECLINED, slower, rows)
     if cls.only_measured and not measured_faster(rows, case):
         knob = (cls.knobs or (cls.name,))[0]
         return None, answer(Status.DECLINED, f"unmeasured on {case.device.name}: ask for it with {knob}=on", rows)
+    vouched = lever.vouch(case) if promise is not Promise.LOSSY or not _measured(rows) else None
     if promise is Promise.LOSSY and (unproven := unproven_loss(rows, request.fidelity, case)):
-        return None, answer(Status.DECLINED, unproven, rows)
-    return lever, answer(Status.APPLIED, f"{lever.summary}; promise {promise.value}", rows)
+        if vouched is None or request.fidelity is Fidelity.FAITHFUL:
+            return None, answer(Status.DECLINED, unproven, rows)
+    elif promise is Promise.LOSSY and all(row.source == "published" for row in _measured(rows)):
+        vouched = "published, not verified here"
+    reason = "; ".join(filter(None, (lever.summary, f"promise {promise.value}", vouched)))
+    return lever, answer(Status.APPLIED, reason, rows)
 
 
 def unmet_need(cls: type[Lever], case: Case) -> str | None:
@@ -393,7 +420,7 @@ def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity, case: Case)
     Rows of this kind of device speak before others'; what is published elsewhere speaks for `quality` and below.
     Every metric that was measured must lie within its bound, by the median over rows.
     """
-    rows = tuple(row for row in rows if row.source != "random weights" and row.distances)
+    rows = _measured(rows)
     if fidelity is Fidelity.FAITHFUL:
         rows = tuple(row for row in rows if row.source != "published")
     rows = tuple(row for row in rows if row.device == case.device.name) or rows
@@ -411,6 +438,11 @@ def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity, case: Case)
         if not distance <= _limit(metric, rows, fidelity):
             return f"its measured distance ({metric} {distance:.3g}) is beyond what fidelity {fidelity.value} allows"
     return None
+
+
+def _measured(rows: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
+    """Rows that say something of quality."""
+    return tuple(row for row in rows if row.source != "random weights" and row.distances)
 
 
 def _limit(metric: str, rows: tuple[Measurement, ...], fidelity: Fidelity) -> float:

@@ -318,6 +318,8 @@ class Family(Record):
     "Names that the pipeline gives to `cache_context`, in call order; empty: it names none."
     traits: frozenset[str] = frozenset()
     "two_experts, distilled, image_input, audio, dynamic_cfg, cache_context, ..."
+    transformer_cache_quality: str = "balanced"
+    "The preset of step_cache that `auto` may go up to: quality, balanced or fast."
     dtype: str = "bfloat16"
     "The dtype of the published weights' intended use on a GPU."
     transformer_params: int = 0
@@ -378,6 +380,8 @@ class Measurement(Record):
     family: str
     lever: str | None
     "None: a whole run (seconds a step), not the comparison of a lever."
+    setting: str = ""
+    "Which of the lever's settings was measured, where it has several: its own `setting`."
     source: str
     "measured here, measured, published, random weights"
     machine: str
@@ -478,6 +482,9 @@ class Case(Record):
     engaged: tuple[str, ...] = ()
     parameters: int = 0
     "Weights of all components together; 0 means unknown."
+    fidelity: Fidelity = Fidelity.FAITHFUL
+    is_calibrated: bool = False
+    "Has a run of this model in this dtype been measured here for step_cache?"
 
 
 # --------------------------------------------------------------------------- what is decided
@@ -549,7 +556,10 @@ class Receipt(Record):
     lever: str
     engage_ms: float
     bytes: int = 0
+    "Device memory that it took when it was entered, and what it held in the run."
     complaints: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    "What it has to say of the run, where nothing is wrong."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -566,6 +576,9 @@ class Trace(Record):
     "Denoiser calls by branch name."
     computed_steps: int = 0
     skipped_steps: int = 0
+    "Steps in which no forward computed its blocks."
+    schedules: dict[str, str] = field(default_factory=dict)
+    "By denoiser/branch, a 1 for each computed forward and a 0 for each skipped one; empty where no lever skips."
     peak_bytes: int | None = None
     load_bytes: int = 0
     cpu_threads: int = 0
@@ -619,6 +632,23 @@ class Lever(Record):
 
         Unlike a doubt it also refuses a wish. None: nothing.
         """
+        return None
+
+    def choices(self, case: Case) -> tuple[Self, ...]:
+        """The settings that `auto` may take here, the boldest first: the first that may engage does."""
+        return (self,)
+
+    @property
+    def setting(self) -> str:
+        """Its settings as ledger rows name them, where rows differ by them."""
+        return ""
+
+    def check(self, case: Case) -> None:
+        """Raise BadInput for a setting that cannot be meant in this case. A call inside `accelerate` is not asked
+        for: there only the run itself knows its length."""
+
+    def vouch(self, case: Case) -> str | None:
+        """Where no row of its distance is known: what may stand for one under `quality` and below; None: nothing."""
         return None
 
     def doubt(self, case: Case) -> str | None:

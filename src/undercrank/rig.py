@@ -50,6 +50,14 @@ class Rig:
         keeps one recording for each."""
         self.counters: dict[str, int] = {}
         "What levers counted in this call, by `lever.what`; their `verify` reads it."
+        self.planned: dict[str, list[bool]] = {}
+        "Of this call, by denoiser/branch: was each forward to be computed? Filled by a lever that skips."
+        self.executed: dict[str, list[bool]] = {}
+        "Of this call, by denoiser/branch: was each forward computed?"
+        self.remarks: list[tuple[str, str]] = []
+        "What levers have to say of this call, for the record: (lever, sentence)."
+        self._skipped: set[int] = set()
+        self._computed: set[int] = set()
         self._cancel_reason: str | None = None
         self._begun = False
 
@@ -66,6 +74,23 @@ class Rig:
     def count(self, what: str, by: int = 1) -> None:
         self.counters[what] = self.counters.get(what, 0) + by
 
+    def remark(self, lever: str, text: str) -> None:
+        self.remarks.append((lever, text))
+
+    def plan_program(self, key: str, *, computed: bool) -> None:
+        """A forward of this denoiser/branch begins and is to be computed, or skipped."""
+        self.planned.setdefault(key, []).append(computed)
+
+    def ran_program(self, key: str, *, computed: bool) -> None:
+        """The blocks of a forward ran, or its residual was added instead."""
+        self.executed.setdefault(key, []).append(computed)
+        (self._computed if computed else self._skipped).add(self.step_index)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of this call in which every forward was skipped."""
+        return len(self._skipped - self._computed)
+
     def cancel(self, reason: str = "cancelled") -> None:
         """Stop the run within one step. Safe from another thread and from a signal handler."""
         self._cancel_reason = reason
@@ -79,7 +104,8 @@ class Rig:
         """The extent of one `pipe(...)` call. A failed call performs the duties that diffusers leaves undone."""
         self.called = True
         self._cancel_reason = None
-        self.branch_calls, self.counters = {}, {}
+        self.branch_calls, self.counters, self.remarks = {}, {}, []
+        self.planned, self.executed, self._skipped, self._computed = {}, {}, set(), set()
         try:
             yield
         except BaseException:

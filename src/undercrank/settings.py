@@ -18,6 +18,8 @@ class Settings:
     "UNDERCRANK_DB: URL of the job store."
     data: Path
     "UNDERCRANK_DATA: where the studio keeps its jobs, clips and pictures."
+    calibrations: Path
+    "UNDERCRANK_CALIBRATIONS: where curves of checkpoints are kept, for step_cache (JSON lines); beside the ledger."
     offline: bool
     "UNDERCRANK_OFFLINE, HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: never ask the network for a model."
     visible_cuda: str | None
@@ -35,8 +37,10 @@ def settings() -> Settings:
     home = _path("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     cache = _path("XDG_CACHE_HOME") or Path.home() / ".cache"
     hub = _path("HF_HOME") or cache / "huggingface"
+    ledger = _path("UNDERCRANK_LEDGER") or home / "undercrank" / "ledger.jsonl"
     return Settings(
-        ledger=_path("UNDERCRANK_LEDGER") or home / "undercrank" / "ledger.jsonl",
+        ledger=ledger,
+        calibrations=_path("UNDERCRANK_CALIBRATIONS") or ledger.with_name("calibrations.jsonl"),
         db=os.environ.get("UNDERCRANK_DB") or None,
         data=_path("UNDERCRANK_DATA") or home / "undercrank" / "studio",
         offline=any(_truthy(name) for name in ("UNDERCRANK_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),

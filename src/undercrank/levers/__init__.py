@@ -9,12 +9,14 @@ from undercrank.levers.attention import Attention
 from undercrank.levers.compile import Compile
 from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.host_sync import HostSync
+from undercrank.levers.step_cache import StepCache
 from undercrank.levers.text_trim import TextTrim
 from undercrank.records import Lever
 
 ORDER: tuple[type[Lever], ...] = (
     TextTrim,  # decides how many tokens there are: whatever chooses, captures or compiles by shape comes after it
     Attention,  # after the trimming, which knows processors by their class and takes masks away; before compiled code
+    StepCache,  # after what changes a block's inputs, whose residuals it keeps; before what compiles or captures blocks
     Compile,  # after what changes the blocks or their inputs: it compiles what it finds
     CudaGraph,  # after what changes the model's code: it records what it finds, compiled blocks too
     HostSync,  # around all of them: the denoiser is given plain tensors, and the loop outside never waits

@@ -1,0 +1,332 @@
+"""step_cache: steps in which little changes add the change of an earlier step instead of computing it.
+
+Does: what the denoiser's blocks add to their input (the residual) changes slowly in the middle of a run. A skipped step
+adds the residual of the newest computed one. Which steps are skipped is decided before the loop, for each branch of
+guidance and each expert, by MagCache's rule, by a search for a given number of computed steps, or by a mask; nothing
+is read from the device. First Block Cache and EasyCache, which decide by looking at data, are there too. What the rules
+need to know of a checkpoint is measured in its first whole run, which computes every step, and kept.
+
+Promises: LOSSY; EXACT where it skips nothing, as in a run that measures.
+
+Costs: one residual for each branch is held in memory. First Block Cache waits for the device once in each forward,
+EasyCache once in each step. A run that measures computes two norms more in each step.
+
+Measured: see `docs/levers/step_cache.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from undercrank import schedules
+from undercrank.ratios import Curve
+from undercrank.records import BadInput, Case, Fidelity, Lever, LeverRefused, Promise, Trace
+from undercrank.schedules import PRESETS, Rule, Schedule
+from undercrank.undo import appended
+
+if TYPE_CHECKING:
+    from undercrank.levers.programs import Phase
+    from undercrank.rig import Rig
+
+CACHES = ("magcache", "fbcache", "easycache", "mask")
+LOOKS_AT_DATA = ("fbcache", "easycache")
+
+FIRST_BLOCK = {"quality": 0.05, "balanced": 0.08, "fast": 0.12}
+"Thresholds of First Block Cache; the first is diffusers' default."
+EASY = {"quality": 0.025, "balanced": 0.05, "fast": 0.1}
+"Thresholds of EasyCache: its authors' for HunyuanVideo, for Wan, and for twice the speed."
+EASY_RETENTION = 0.2
+"EasyCache's authors compute 10 of Wan's 50 steps before the first decision."
+
+MIN_STEPS = 12
+"With fewer steps each one matters: `auto` computes them all."
+
+PROVEN = frozenset(
+    {
+        "WanPipeline",
+        "WanImageToVideoPipeline",
+        "SkyReelsV2Pipeline",
+        "HunyuanVideoPipeline",
+        "HunyuanVideo15Pipeline",
+        "HunyuanVideo15ImageToVideoPipeline",
+        "CogVideoXPipeline",
+        "CogVideoXImageToVideoPipeline",
+        "LTXPipeline",
+        "LTXImageToVideoPipeline",
+        "LTX2Pipeline",
+        "LTX2ImageToVideoPipeline",
+        "MochiPipeline",
+    }
+)
+"Pipeline classes that name their branches and whose skipped steps the tests hold to diffusers' own MagCache."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCache(Lever):
+    name = "step_cache"
+    knobs = (
+        "transformer_cache",
+        "transformer_cache_quality",
+        "transformer_cache_threshold",
+        "transformer_cache_budget",
+        "transformer_cache_retention",
+        "transformer_cache_mask",
+    )
+    summary = "steps in which little changes reuse the change of an earlier one"
+
+    cache: str = "auto"
+    "auto, magcache, fbcache, easycache, mask"
+    quality: str = "auto"
+    "auto, quality, balanced, fast"
+    threshold: float | None = None
+    retention: float | None = None
+    budget: int | None = None
+    "Computed steps; their places are searched for."
+    mask: str = ""
+
+    SETTINGS: ClassVar[dict[str, str]] = {"on": "magcache"}
+
+    def __post_init__(self) -> None:
+        _check_word("transformer_cache", self.cache, ("auto", *CACHES))
+        _check_word("transformer_cache_quality", self.quality, ("auto", *PRESETS))
+        if self.threshold is not None:
+            schedules.check_threshold(self.threshold)
+        if self.retention is not None:
+            schedules.check_retention(self.retention)
+        if self.budget is not None and (isinstance(self.budget, bool) or self.budget < 1):
+            raise BadInput(f"budget {self.budget}: a number of steps is needed", field="transformer_cache_budget")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if bool(self.mask) is not (self.cache == "mask"):
+            raise BadInput(
+                "transformer_cache=mask and transformer_cache_mask=1101... go together", field="transformer_cache_mask"
+            )
+        if self.budget is not None and (self.cache not in ("auto", "magcache") or self.threshold is not None):
+            raise BadInput(
+                "a budget says how many steps are computed: leave the threshold, the mask and other caches out",
+                field="transformer_cache_budget",
+            )
+        if self.retention is not None and (self.cache in ("mask", "fbcache") or self.budget is not None):
+            raise BadInput(
+                "only MagCache's rule and EasyCache know a retention: leave it out", field="transformer_cache_retention"
+            )
+        if self.threshold is not None and self.cache == "mask":
+            raise BadInput("a mask knows no threshold: leave it out", field="transformer_cache_threshold")
+
+    @classmethod
+    def from_wish(cls, wishes: Mapping[str, str]) -> Self:
+        """Any setting by name is explicit: it alone means MagCache, or the mask that it is."""
+        if not wishes:
+            return cls()
+        mask = wishes.get("transformer_cache_mask", "")
+        cache = wishes.get("transformer_cache", "mask" if mask else "magcache")
+        return cls(
+            cache=cls.SETTINGS.get(cache, cache),
+            quality=wishes.get("transformer_cache_quality", "auto"),
+            threshold=_number(wishes, "transformer_cache_threshold"),
+            retention=_number(wishes, "transformer_cache_retention"),
+            budget=_whole(wishes, "transformer_cache_budget"),
+            mask=mask,
+        )
+
+    # ----------------------------------------------------------------------- what it would do
+
+    def choices(self, case: Case) -> tuple[Self, ...]:
+        """The family's preset, no bolder than the fidelity word, and every more careful one after it."""
+        if self.quality != "auto":
+            return (self,)
+        order = list(PRESETS)
+        word = case.fidelity.value if case.fidelity.value in order else order[0]
+        boldest = min(order.index(case.family.transformer_cache_quality), order.index(word))
+        bold_to_careful = tuple(replace(self, quality=quality) for quality in reversed(order[: boldest + 1]))
+        return bold_to_careful if self.cache == "auto" else bold_to_careful[:1]
+
+    @property
+    def setting(self) -> str:
+        if self.cache == "mask":
+            return f"mask={self.mask}"
+        if self.budget is not None:
+            return f"budget={self.budget}"
+        own = {"threshold": self.threshold, "retention": self.retention}
+        words = [] if self.cache in ("auto", "magcache") else [self.cache]
+        words += [self.quality, *(f"{name}={value:g}" for name, value in own.items() if value is not None)]
+        return " ".join(words)
+
+    def check(self, case: Case) -> None:
+        if "video_input" in case.family.traits:
+            return  # the length of the loop is a matter of the call's strength
+        if self.cache == "mask":
+            schedules.mask(self.mask, case.num_inference_steps)
+        if self.budget is not None and not 2 <= self.budget <= case.num_inference_steps:
+            raise BadInput(
+                f"budget {self.budget}: of {case.num_inference_steps} steps, 2 to {case.num_inference_steps} can be "
+                "the computed ones",
+                field="transformer_cache_budget",
+            )
+
+    def promises(self, case: Case) -> Promise:
+        measures = self.cache == "auto" and self._measures(case)
+        return Promise.EXACT if measures or self.skips_nothing(case.num_inference_steps) else Promise.LOSSY
+
+    def _measures(self, case: Case) -> bool:
+        """By itself, a run that measures is of use only where the word lets the next one skip."""
+        return not case.is_calibrated and case.fidelity not in (Fidelity.EXACT, Fidelity.FAITHFUL)
+
+    def vouch(self, case: Case) -> str | None:
+        if self._measures(case):
+            return "nothing is known of these weights: computes every step and measures it, for the next run"
+        return "calibrated here, distance not measured" if self.quality == "quality" and case.is_calibrated else None
+
+    def skips_nothing(self, steps: int) -> bool:
+        """By its settings, whatever the checkpoint."""
+        if self.cache == "mask":
+            return "0" not in self.mask
+        return self.threshold == 0 or self.retention == 1 or (self.budget is not None and self.budget >= steps)
+
+    def doubt(self, case: Case) -> str | None:
+        if case.num_inference_steps < MIN_STEPS:
+            return f"{case.num_inference_steps} steps are few: each of fewer than {MIN_STEPS} matters"
+        if "distilled" in case.family.traits:
+            return f"{case.family.title} is distilled to few steps: each of them matters"
+        if case.family.pipeline not in PROVEN:
+            return f"{case.family.pipeline} is not proven with skipped steps"
+        return None
+
+    @property
+    def rule(self) -> Rule:
+        """MagCache's settings: the preset's, each of which an explicit one replaces."""
+        rule = PRESETS["quality" if self.quality == "auto" else self.quality]
+        threshold = rule.threshold if self.threshold is None else self.threshold
+        return replace(
+            rule, threshold=threshold, retention=rule.retention if self.retention is None else self.retention
+        )
+
+    # ----------------------------------------------------------------------- doing it
+
+    def schedule(self, phase: Phase, curve: Curve | None) -> Schedule | None:
+        """Which steps of a phase are computed; None: nobody knows before this checkpoint is measured."""
+        if self.cache == "mask":
+            return schedules.mask(self.mask, phase.total)[phase.first : phase.first + phase.steps]
+        if self.skips_nothing(phase.total) or (self.cache == "auto" and phase.total < MIN_STEPS):
+            return schedules.everything(phase.steps)
+        if curve is None:
+            return None
+        if self.budget is None:
+            return schedules.magcache(schedules.nearest(curve.ratios, phase.steps), self.rule)
+        return _searched(self.budget, phase, curve)
+
+    def engage(self, rig: Rig) -> AbstractContextManager[Any]:
+        return _skipping(rig, self)
+
+    def verify(self, rig: Rig, trace: Trace) -> list[str]:
+        if reason := _unfit(rig):
+            return [f"does nothing here: {reason}"]
+        if not rig.executed:
+            return ["no forward passed through the stack of blocks: no effect"]
+        complaints = []
+        for key, planned in rig.planned.items():
+            if planned != (executed := rig.executed.get(key, [])):
+                complaints.append(f"{key}: planned {_digits(planned)}, executed {_digits(executed)}")
+        if rig.counters.get("step_cache.unnamed"):
+            complaints.append("the branches of guidance could not be told apart: everything was computed")
+        elif self._should_skip(rig) and all(all(run) for run in rig.executed.values()):
+            complaints.append(f"skipped none of {rig.total_steps} steps")
+        return complaints
+
+    def _should_skip(self, rig: Rig) -> bool:
+        is_short = self.cache == "auto" and rig.total_steps < MIN_STEPS
+        return not (rig.counters.get("step_cache.measuring") or is_short or self.skips_nothing(rig.total_steps))
+
+
+def _searched(budget: int, phase: Phase, curve: Curve) -> Schedule:
+    """The phase's share of the budget, spent where the gaps' errors are smallest."""
+    if phase.steps < 2:
+        return schedules.everything(phase.steps)
+    share = min(phase.steps, max(2, round(budget * phase.steps / phase.total)))
+    places, at = [-level for level in curve.levels], [-level for level in phase.levels]
+    lengths = [early - late for early, late in pairwise(phase.levels)]
+    return schedules.searched(schedules.drifts_anew(curve.drifts, places, at), [*lengths, lengths[-1]], share)
+
+
+@contextmanager
+def _skipping(rig: Rig, lever: StepCache) -> Iterator[None]:
+    """On: the denoisers' stacks of blocks are run, measured or skipped. Off: they are lists of blocks."""
+    from undercrank.levers.programs import Programs
+    from undercrank.levers.stacks import stacked
+
+    if reason := _unfit(rig):
+        if lever.cache != "auto":
+            raise LeverRefused(f"{lever.knobs[0]}={lever.cache}: {reason}; leave it out with transformer_cache=off")
+        yield
+        return
+    programs = Programs(rig, lever.schedule)
+    cache = _cache(rig, lever, programs)
+
+    def start(total: int) -> None:
+        cache.forget()
+        programs.start(total)
+        if lever.cache == "mask":
+            schedules.mask(lever.mask, total, programs.starts)
+
+    def end(error: BaseException | None) -> None:
+        rig.count("step_cache.bytes", cache.residuals.held_bytes)
+        cache.forget()
+        programs.finish(error)
+
+    with ExitStack() as stack:
+        stack.enter_context(appended(rig.at_start, start))
+        stack.enter_context(appended(rig.at_end, end))
+        stack.enter_context(stacked(rig, cache))
+        yield
+
+
+def _cache(rig: Rig, lever: StepCache, programs: Any) -> Any:
+    from undercrank.levers.caches import Easy, FirstBlock, Scheduled
+
+    quality = "quality" if lever.quality == "auto" else lever.quality
+    if lever.cache == "fbcache":
+        return FirstBlock(rig, programs, FIRST_BLOCK[quality] if lever.threshold is None else lever.threshold)
+    if lever.cache == "easycache":
+        threshold = EASY[quality] if lever.threshold is None else lever.threshold
+        return Easy(rig, programs, threshold, EASY_RETENTION if lever.retention is None else lever.retention)
+    return Scheduled(rig, programs)
+
+
+def _unfit(rig: Rig) -> str | None:
+    from undercrank.levers.stacks import unfit
+
+    return unfit(rig)
+
+
+def _digits(run: list[bool]) -> str:
+    return "".join("01"[computed] for computed in run) or "nothing"
+
+
+def _check_word(knob: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        raise BadInput(f"{knob}={word}: choose {', '.join(known)}, off", field=knob)
+
+
+def _number(wishes: Mapping[str, str], knob: str) -> float | None:
+    if knob not in wishes:
+        return None
+    try:
+        value = float(wishes[knob])
+    except ValueError as error:
+        raise BadInput(f"{knob}={wishes[knob][:40]}: a number is needed, for instance 0.1", field=knob) from error
+    if not math.isfinite(value):
+        raise BadInput(f"{knob}={value}: a finite number is needed, for instance 0.1", field=knob)
+    return value
+
+
+def _whole(wishes: Mapping[str, str], knob: str) -> int | None:
+    value = _number(wishes, knob)
+    if value is not None and value != int(value):
+        raise BadInput(f"{knob}={value:g}: a whole number of steps is needed, for instance 18", field=knob)
+    return None if value is None else int(value)
