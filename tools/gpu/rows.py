@@ -1,0 +1,129 @@
+"""Ledger rows out of what `never_wait.py` wrote.
+
+    python tools/gpu/rows.py never_wait.json [more.json ...] >> src/undercrank/evidence/h200.jsonl
+
+A row is one setting against the same without one lever, in one run, in both orders. Times only: random weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from undercrank.records import Measurement
+
+SUBJECTS = {
+    "cogvideox": ("cogvideox-2b", 720, 480, 49, "float16"),
+    "hunyuan 720p": ("hunyuanvideo-1.5-720p", 1280, 720, 33, "bfloat16"),
+    "hunyuan 480p": ("hunyuanvideo-1.5-480p", 848, 480, 33, "bfloat16"),
+    "wan 14b": ("wan2.1-14b", 832, 480, 81, "bfloat16"),
+    "small: wan2.1-1.3b": ("wan2.1-1.3b", 416, 240, 17, "bfloat16"),
+    "small: ltx-video": ("ltx-video", 384, 256, 25, "bfloat16"),
+}
+"Beginning of a row's name -> family, width, height, frames, dtype."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """B is A and one lever more. in_forward: which rows of `distances of one forward` they are."""
+
+    lever: str
+    a: str
+    b: str
+    in_forward: bool = False
+
+
+PAIRS = (
+    Pair(lever="host_sync", a="stock", b="host_sync"),
+    Pair(lever="text_trim", a="stock", b="trimmed", in_forward=True),
+    Pair(lever="compile", a="trimmed", b="trimmed, compiled", in_forward=True),
+    Pair(lever="compile", a="eager", b="compiled"),
+    Pair(lever="compile", a="host_sync", b="host_sync, compiled"),
+    Pair(lever="cuda_graph", a="host_sync", b="host_sync, graphs"),
+    Pair(lever="cuda_graph", a="host_sync, compiled", b="host_sync, compiled, graphs"),
+    Pair(lever="cuda_graph", a="compiled", b="compiled, graphs"),
+)
+
+
+def rows_of(story: dict[str, Any]) -> list[Measurement]:
+    found = []
+    for name, row in story.items():
+        subject = next((value for start, value in SUBJECTS.items() if name.startswith(start)), None)
+        if subject is None or "failed" in row:
+            continue
+        for pair in PAIRS:
+            sides = row.get(pair.a), row.get(pair.b)
+            if all(isinstance(side, dict) and "step_ms" in side for side in sides):
+                found.append(_row(story, name, subject, pair, *sides))
+    return found
+
+
+def _row(
+    story: dict[str, Any], name: str, subject: tuple[Any, ...], pair: Pair, a: dict[str, Any], b: dict[str, Any]
+) -> Measurement:
+    family, width, height, num_frames, dtype = subject
+    steps = len(b["step_ms"]) // len(b["denoise_s"])
+    medians = [statistics.median(b["step_ms"][i * steps : (i + 1) * steps]) for i in range(len(b["denoise_s"]))]
+    ratios = [x / y for x, y in zip(a["denoise_s"], b["denoise_s"], strict=True)]
+    group = next(start for start in SUBJECTS if name.startswith(start))
+    distances, floor = _distances(story.get(f"{group}: distances of one forward", {}), pair)
+    machine = story["machine"]
+    row = Measurement(
+        id="",
+        family=family,
+        lever=pair.lever,
+        source="random weights",
+        machine=machine["name"],
+        device=machine["devices"][0]["name"],
+        versions=machine["packages"] | ({"driver": machine["driver"]} if machine.get("driver") else {}),
+        width=width,
+        height=height,
+        num_frames=num_frames,
+        num_inference_steps=steps,
+        dtype=dtype,
+        n=len(ratios),
+        step_ms=round(b["median_step_ms"], 2),
+        spread_ms=round((max(medians) - min(medians)) / 2, 2),
+        peak_bytes=round(b["peak_gib"] * 2**30),
+        gain=round(statistics.median(ratios), 4),
+        distances=distances | ({"latents": 0.0} if _same(a, b) else {}),
+        floor=floor,
+        note=_note(pair, a, b, ratios),
+    )
+    return replace(row, id=hashlib.sha256(row.to_json().encode()).hexdigest()[:12])
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Both equal to the first setting, or equally far from it: two levers that change nothing change it alike."""
+    return bool(a["repeats"] and b["repeats"] and a["relative_to_first"] == b["relative_to_first"])
+
+
+def _distances(row: dict[str, Any], pair: Pair) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative error of one forward against stock, and stock's own against float32: the rounding floor."""
+    if not pair.in_forward or pair.b not in row:
+        return {}, {}
+    floor = row["stock"]["against trimmed float32"]
+    return {"one_forward": round(row[pair.b]["against stock"], 6)}, {"one_forward": round(floor, 6)}
+
+
+def _note(pair: Pair, a: dict[str, Any], b: dict[str, Any], ratios: list[float]) -> str:
+    pairs = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    stalls = f"; stalls {a['stalls'][-1]} -> {b['stalls'][-1]}"
+    steady = a["median_step_ms"] / b["median_step_ms"]
+    recorded = f"; recording included, {steady:.2f}x a step once recorded" if pair.lever == "cuda_graph" else ""
+    return f"A: {pair.a}, B: {pair.b}, one forward a step; pairs {pairs}{recorded}{stalls}"
+
+
+def main() -> None:
+    for path in sys.argv[1:]:
+        for row in rows_of(json.loads(Path(path).read_text())):
+            print(row.to_json())
+
+
+if __name__ == "__main__":
+    main()
