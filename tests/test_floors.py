@@ -65,7 +65,21 @@ FLOORS = {
     3: ("planner", "sources"),
     4: ("load", "trace", "work", "profiling", "video", "images", "screen", "doctor", "quality", "footage", "preview"),
     5: ("engine",),
-    6: ("audit", "bench", "comparing", "fidelity", "lab", "oneshot", "rounding", "takes", "testing", "worker"),
+    6: (
+        "audit",
+        "bench",
+        "chart",
+        "comparing",
+        "fidelity",
+        "lab",
+        "oneshot",
+        "report",
+        "rounding",
+        "sweep",
+        "takes",
+        "testing",
+        "worker",
+    ),
     7: (
         "server",
         "server.schemas",
@@ -142,6 +156,18 @@ SAME_FLOOR = {
     ("fidelity", "rounding"),  # the floor beside a verdict
     ("fidelity", "takes"),
     ("fidelity", "bench"),  # what a ledger row of a run holds
+    ("sweep", "fidelity"),  # which films, and which not
+    ("sweep", "rounding"),
+    ("sweep", "takes"),
+    ("chart", "rounding"),  # the floor is drawn
+    ("chart", "sweep"),
+    ("report", "bench"),  # what a ledger row of a run holds
+    ("report", "chart"),
+    ("report", "rounding"),
+    ("report", "sweep"),
+    ("report", "takes"),
+    ("comparing", "report"),
+    ("comparing", "sweep"),
     ("comparing", "fidelity"),  # verify, on the command line
     ("comparing", "oneshot"),  # how the engine is imported there
     ("footage", "images"),  # PNG in

@@ -220,6 +220,13 @@ def bench(
     pairs: Annotated[int, typer.Option("--pairs", help="Timed runs of each side, in the order A B B A.")] = 2,
     keep: Annotated[bool, typer.Option("--keep", help="Write the row into this machine's ledger.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="No untimed runs for floor, waits, kernels.")] = False,
+    sweep: Annotated[
+        list[str] | None, typer.Option("--sweep", metavar="LEVER|KNOB=V,V", help="Compare settings, not two sides.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder of a sweep's report.")] = Path("sweep"),
+    prompts: Annotated[str | None, typer.Option("--prompts", help="File of a sweep's prompts, one a line.")] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="Of a sweep: a film of each prompt with each.")] = "1",
+    metric: Annotated[list[str] | None, typer.Option("--metric", help="Of a sweep: only this distance.")] = None,
     negative_prompt: Negative = None, image: ImageFile = None, size: Size = None, frames: Frames = None,
     steps: Steps = None, guidance: Guidance = None, seed: Seed = 1, fidelity: FidelityWord = "faithful",
     device: DeviceName = None, dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False,
@@ -227,10 +234,27 @@ def bench(
 ) -> None:  # fmt: skip
     """Time levers against each other on the same seed, in both orders, and compare the films."""
     from undercrank import oneshot
-    from undercrank.words import as_wishes
+    from undercrank.words import as_seeds, as_wishes
 
     asked = _request(prompt, model, negative_prompt, image, size, frames, None, steps, guidance, seed, fidelity, None,
                      device, dtype)  # fmt: skip
+    if sweep:
+        from undercrank.comparing import read_prompts, run_sweep
+
+        run_sweep(
+            replace(asked, wishes=as_wishes(a or [])),
+            swept=tuple(sweep),
+            prompts=read_prompts(prompts),
+            seeds=as_seeds(seeds),
+            metrics=tuple(metric or ()),
+            out=out,
+            keep=keep,
+            allow_pickle=allow_pickle,
+            local_files_only=local_files_only,
+            as_json=as_json,
+            on_cancellable=_stop_on_signal,
+        )
+        return
     sides = (replace(asked, wishes=as_wishes(a or [])), replace(asked, wishes=as_wishes(b or [])))
     oneshot.run_bench(
         *sides,

@@ -1,4 +1,4 @@
-"""What `undercrank compare` and `undercrank verify` show: distances with units, direction and floor; promises kept."""
+"""What `compare`, `verify` and `bench --sweep` show: distances with units, direction and floor; promises kept."""
 
 from __future__ import annotations
 
@@ -166,3 +166,63 @@ def _print_verdict(verdict: Verdict, study: Study) -> None:
     screen.put(f"{verdict.lever} promises {verdict.promise.value}: {word}. {verdict.words}")
     if verdict.distances:
         screen.table(*table_of(verdict.distances))
+
+
+# --------------------------------------------------------------------------- bench --sweep
+
+
+def run_sweep(
+    request: Request,
+    *,
+    swept: tuple[str, ...],
+    prompts: tuple[str, ...],
+    seeds: tuple[int, ...],
+    metrics: tuple[str, ...],
+    out: Path,
+    keep: bool,
+    allow_pickle: bool,
+    local_files_only: bool,
+    as_json: bool,
+    on_cancellable: OnCancellable,
+) -> None:
+    """Film the grid, write the report, say where it is. Raises the errors of `sweep.sweep`; OSError for the folder."""
+    check_metrics(metrics)
+    if out.exists() and not out.is_dir():
+        raise BadInput(f"--out {out}: is a file; name a folder", field="out")
+    with calm_threads():
+        from undercrank.engine import Engine
+        from undercrank.report import as_rows, verdicts, write_reel
+        from undercrank.sweep import grid_of, sweep
+
+    with (
+        Engine(allow_pickle=allow_pickle, local_files_only=local_files_only) as engine,
+        on_cancellable(engine.cancel),
+    ):
+        steps = engine.plan(request).request.num_inference_steps or 0
+        reel = sweep(
+            engine, request, grid_of(swept, steps), prompts=prompts, seeds=seeds, names=metrics or None, tell=screen.say
+        )
+    files = write_reel(reel, out)
+    for row in as_rows(reel) if keep else ():
+        append(row)
+    if as_json:
+        screen.print_json({"event": "done", "files": [str(f) for f in files], "sweep": reel.sweep.to_dict()})
+        return
+    for sentence in verdicts(reel.sweep):
+        screen.say(sentence)
+    for file in files:
+        screen.put(str(file))
+
+
+def read_prompts(text: str | None) -> tuple[str, ...]:
+    """A text file with one prompt a line; None: the model's own domain."""
+    if text is None:
+        return ()
+    try:
+        lines = Path(text).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--prompts {text}: cannot be read: {error}", field="prompts") from error
+    found = tuple(line.strip() for line in lines if line.strip())
+    if not found:
+        raise BadInput(f"--prompts {text}: holds no prompt; write one a line", field="prompts")
+    return found

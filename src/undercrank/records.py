@@ -668,6 +668,11 @@ class Lever(Record):
         return []
 
     @classmethod
+    def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """Wishes worth comparing in a sweep over runs of so many steps, one tuple a setting."""
+        return ((((cls.knobs or (cls.name,))[0], "on"),),)
+
+    @classmethod
     def about(cls) -> str:
         """Does, promises, costs, measured: the docstring of its module."""
         return (sys.modules[cls.__module__].__doc__ or "").strip()
