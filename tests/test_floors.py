@@ -44,6 +44,7 @@ FLOORS = {
     2: (
         "fleet",
         "shelf",
+        "webhooks",
         "levers",
         "levers.attention",
         "levers.caches",

@@ -639,7 +639,7 @@ class Store:
         with `worker_lost`; one that was to be cancelled is cancelled.
         """
         query = sa.select(*_JOB_COLUMNS, JOBS.c.lease, JOBS.c.beats).where(JOBS.c.state == State.IN_PROGRESS)
-        with self._reading() as connection:
+        with self._writing() as connection:  # while nobody can write, nobody can renew either: that is no silence
             rows = {f"{row.id} {row.lease}": row for row in connection.execute(query)}
         watch.look({key: row.beats for key, row in rows.items()})
         given_back = []

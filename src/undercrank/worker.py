@@ -41,6 +41,10 @@ START_AGAIN = 75
 "Exit status that asks for a new process: this one's device or engine can no longer be trusted (sysexits' TEMPFAIL)."
 
 
+AGAIN_S = 1.0
+"Between two tries to reach a store that is away."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Habits:
     """How a worker goes about it. Times in seconds."""
@@ -105,7 +109,7 @@ class Worker:
                     self._leaving.wait(self._habits.idle_s)
             except StoreUnavailable as error:  # nothing is lost: what is asked for waits in the store
                 _say(f"{error}")
-                self._leaving.wait(1.0)
+                self._leaving.wait(AGAIN_S)
 
     def _next(self) -> bool:
         """Do one thing, if there is one to do."""
@@ -177,7 +181,7 @@ class Worker:
             raise LeaseLost(f"{lease.job_id} is no longer ours (attempt {lease.attempt})")
         if stopped and work.is_cancelled:
             self._insist(lambda: self._store.stopped(lease))
-        elif self._leaving.is_set():
+        elif self._leaving.is_set() or not isinstance(error, Exception):
             self._insist(lambda: self._store.release(lease))
         else:
             self._insist(lambda: self._store.fail(lease, reason))
@@ -191,7 +195,7 @@ class Worker:
                 return write()
             except StoreUnavailable as error:
                 _say(f"{error}")
-                time.sleep(1.0)
+                time.sleep(AGAIN_S)
 
     # ----------------------------------------------------------------------- a command
 
