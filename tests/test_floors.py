@@ -103,6 +103,7 @@ FLOORS = {
         "server.options",
         "server.process",
         "server.keyring",
+        "server.hooks",
         "server.serve",
     ),
     8: ("cli",),
@@ -115,6 +116,7 @@ SAME_FLOOR = {
     ("ledger", "settings"),  # where the user's rows are
     ("jobs", "database"),  # the tables under the queue
     ("fleet", "shelf"),  # files of deleted jobs
+    ("fleet", "webhooks"),  # messages to them are a part of the housekeeping
     ("ledger", "ratios"),  # which checkpoints were measured here
     ("ratios", "settings"),  # where the user's curves are
     ("ratios", "schedules"),

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from standardwebhooks import Webhook
+from typer.testing import CliRunner
 
-from undercrank import webhooks
+from undercrank import cli, webhooks
 from undercrank.jobs import Delivery, Store
 from undercrank.records import BadInput
 from undercrank.webhooks import (
@@ -234,3 +235,21 @@ def test_the_outbox_is_emptied_in_the_background(store: Store, monkeypatch: pyte
     monkeypatch.setattr(webhooks, "post", lambda each: sent.set())
     with delivering(store, every_s=0.01):
         assert sent.wait(10)
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_webhooks_are_added_listed_and_removed_on_the_command_line(tmp_path: Path) -> None:
+    def call(*words: str) -> Any:
+        return CliRunner().invoke(cli.app, ["webhooks", *words, "--data", str(tmp_path)])
+
+    secret = call("add", "ann", "https://hooks.example/x").output.strip()
+    check_secret(secret)
+    assert isinstance(call("add", "ann", "https://10.0.0.1/").exception, BadInput)
+    listed = call("list", "--json").output
+    (hook,) = json.loads(listed)["webhooks"]
+    assert (hook["owner"], hook["url"]) == ("ann", "https://hooks.example/x") and secret not in listed
+    assert hook["id"] in call("list").output
+    assert call("remove", hook["id"]).exit_code == 0
+    assert json.loads(call("list", "--json").output) == {"webhooks": []}

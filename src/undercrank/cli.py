@@ -416,6 +416,49 @@ def keys_revoke(
     typer.echo(keyring.revoke(_studio(data, db), key_id))
 
 
+webhooks = typer.Typer(help="Say who is told of clips that have ended.", no_args_is_help=True)
+app.add_typer(webhooks, name="webhooks")
+
+
+@webhooks.command("add")
+def webhooks_add(
+    name: Annotated[str, typer.Argument(help="Whose clips: the name of their keys, `local` without keys.")],
+    url: Annotated[str, typer.Argument(help="Who is told: a public https address.")],
+    data: DataFolder = None,
+    db: Database = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Tell an address of each clip that ends. Prints the secret that its messages are signed with."""
+    _need_server()
+    from undercrank.server import hooks
+
+    typer.echo(hooks.add(_studio(data, db), name, url, as_json=as_json))
+
+
+@webhooks.command("list")
+def webhooks_list(data: DataFolder = None, db: Database = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show all webhooks, without their secrets."""
+    _need_server()
+    from undercrank.server import hooks
+
+    hooks.show(_studio(data, db), as_json=as_json)
+
+
+@webhooks.command("remove")
+def webhooks_remove(
+    webhook_id: Annotated[str, typer.Argument(metavar="ID", help="As `webhooks list` shows it.")],
+    data: DataFolder = None,
+    db: Database = None,
+    debug: Debug = False,
+) -> None:
+    """Tell this address nothing from now on."""
+    _need_server()
+    from undercrank.server import hooks
+
+    typer.echo(hooks.remove(_studio(data, db), webhook_id))
+
+
 def _studio(data: Path | None, db: str | None) -> Any:
     from undercrank.server.options import Options
 

@@ -1,7 +1,8 @@
 """Worker processes: started, watched, started again; and what has to be done beside them, whoever serves.
 
-`housekeeping` gives back jobs whose worker fell silent, forgets the dead, and removes what was deleted or has expired.
-It may run in several processes over one store. Nothing here imports torch: a worker is a process of its own.
+`housekeeping` gives back jobs whose worker fell silent, forgets the dead, removes what was deleted or has expired, and
+tells webhooks of what has ended. It may run in several processes over one store. Nothing here imports torch: a worker
+is a process of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from undercrank.jobs import Store, StoreUnavailable, Watch
 from undercrank.shelf import remove_files
 from undercrank.undo import swap_env
+from undercrank.webhooks import delivering
 
 LEASE_S = 60.0
 "A worker that has not been heard for so long is given up. Its heart beats twice a second, whatever it works on."
@@ -58,6 +60,7 @@ def housekeeping(
 
     with ExitStack() as stack:
         stack.enter_context(_every(every_s, give_back, name="give back"))
+        stack.enter_context(delivering(store))
         stack.enter_context(_every(tidy_every_s, lambda: store.retain(partial(remove_files, data)), name="tidy"))
         yield
 
