@@ -38,6 +38,7 @@ CASES = [
     for path, methods in PATHS.items()
     for method, operation in methods.items()
     for mode in MODES
+    if path != "/v1/events"  # its answer has no end
     if mode == "as described" or can_be_otherwise(operation)
 ]
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
