@@ -47,7 +47,9 @@ FLOORS = {
         "webhooks",
         "levers",
         "levers.attention",
+        "levers.branches",
         "levers.caches",
+        "levers.cfg_parallel",
         "levers.compile",
         "levers.cuda_graph",
         "levers.epilogue",
@@ -59,25 +61,13 @@ FLOORS = {
         "levers.programs",
         "levers.stacks",
         "levers.step_cache",
+        "levers.replica",
         "levers.text_trim",
         "levers.unipc",
         "levers.uploads",
     ),
     3: ("planner", "sources"),
-    4: (
-        "load",
-        "trace",
-        "work",
-        "profiling",
-        "video",
-        "images",
-        "screen",
-        "doctor",
-        "quality",
-        "footage",
-        "preview",
-        "explaining",
-    ),
+    4: ("load", "trace", "work", "profiling", "video", "images", "screen", "doctor", "quality", "footage", "preview"),
     5: ("engine",),
     6: (
         "audit",
@@ -140,6 +130,7 @@ SAME_FLOOR = {
     ("levers.step_cache", "levers.programs"),
     ("levers.step_cache", "levers.stacks"),
     ("levers.caches", "levers.stacks"),
+    ("levers", "levers.cfg_parallel"),
     ("levers", "levers.compile"),
     ("levers", "levers.cuda_graph"),
     ("levers.cuda_graph", "levers.graphs"),  # two files of one lever
@@ -152,6 +143,10 @@ SAME_FLOOR = {
     ("levers.host_sync", "levers.unipc"),
     ("levers.host_sync", "levers.gate"),
     ("levers.host_sync", "levers.uploads"),
+    ("levers.cfg_parallel", "levers.branches"),  # three files of one lever
+    ("levers.cfg_parallel", "levers.replica"),
+    ("levers.branches", "levers.replica"),
+    ("levers.branches", "levers.mirror"),  # a mask's host twin tells how many tokens are valid
     ("levers.gate", "levers.mirror"),
     ("levers.gate", "levers.mochi"),
     ("levers.mochi", "levers.mirror"),
@@ -196,7 +191,8 @@ STEPS = FLOORS[7]
 
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
-    "levers.epilogue", "levers.gate", "levers.graphs", "levers.mirror", "levers.mochi", "levers.unipc",
+    "levers.branches", "levers.epilogue", "levers.gate", "levers.graphs", "levers.mirror", "levers.mochi",
+    "levers.replica", "levers.unipc",
     "levers.uploads", "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
     "takes", "rounding", "fidelity",

@@ -270,10 +270,6 @@ class Request(Record):
     fps: Fraction | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
-    guidance_scale_2: float | None = None
-    "Of the second expert, where there is one; None: the first one's."
-    flow_shift: float | None = None
-    "Shift of the noise schedule; None: the checkpoint's."
     seed: int | None = None
     fidelity: Fidelity = Fidelity.FAITHFUL
     wishes: tuple[tuple[str, str], ...] = ()
@@ -626,6 +622,8 @@ class Lever(Record):
     summary: ClassVar[str] = ""
     only_measured: ClassVar[bool] = False
     "`auto` engages it only where a ledger row of this model on this kind of device shows a gain."
+    only_identical: ClassVar[bool] = False
+    "`auto` engages it only where such a row shows the same frames, bit for bit."
 
     def promises(self, case: Case) -> Promise:
         """What it does to the numbers in this case."""

@@ -9,15 +9,25 @@ Floor 1: no torch; a pipeline is used by its attributes only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from undercrank.records import Cancelled, Family
-from undercrank.undo import swap_attr
+from undercrank.undo import appended, swap_attr
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 "Components that are called in every step; the second one is the low-noise expert of two-expert models."
+
+
+class _Here(threading.local):
+    """What is true in this thread only: two branches may be computed at once, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.branch: str | None = None
+        self.where: Mapping[str, Any] = {}
+        self.program: dict[str, Hashable] = {}
 
 
 class Rig:
@@ -43,11 +53,11 @@ class Rig:
         "True inside the denoising loop of this pipeline: levers act only then."
         self.step_index = 0
         self.total_steps = 0
-        self.branch: str | None = None
+        self.replicas: list[Any] = []
+        "Copies of the pipeline's denoisers that a lever keeps on another device, for as long as it is on."
+        self.engaged: tuple[Hashable, ...] = ()
+        "The levers that are on, as settings that can be compared."
         self.branch_calls: dict[str, int] = {}
-        self.program: dict[str, Hashable] = {}
-        """What the forward under way is told by levers besides its arguments, by `lever.what`. Whoever records forwards
-        keeps one recording for each."""
         self.counters: dict[str, int] = {}
         "What levers counted in this call, by `lever.what`; their `verify` reads it."
         self.planned: dict[str, list[bool]] = {}
@@ -60,19 +70,43 @@ class Rig:
         self._computed: set[int] = set()
         self._cancel_reason: str | None = None
         self._begun = False
+        self._here = _Here()
+        self._counting = threading.Lock()
+
+    @property
+    def primaries(self) -> list[Any]:
+        """The pipeline's own denoisers: the primary, then experts."""
+        found = [getattr(self.pipe, name, None) for name in DENOISERS]
+        return [module for module in found if module is not None]
 
     @property
     def denoisers(self) -> list[Any]:
-        """Primary, then experts; a lever on the model engages on each."""
-        found = [getattr(self.pipe, name, None) for name in DENOISERS]
-        return [module for module in found if module is not None]
+        """Primary, experts, then replicas of them; a lever on the model engages on each."""
+        return [*self.primaries, *self.replicas]
+
+    @property
+    def branch(self) -> str | None:
+        """The guidance branch that this thread computes, as the pipeline names it."""
+        return self._here.branch
+
+    @property
+    def where(self) -> Mapping[str, Any]:
+        """What the pipeline told of the branch besides its name, in this thread."""
+        return self._here.where
+
+    @property
+    def program(self) -> dict[str, Hashable]:
+        """What the forward under way in this thread is told by levers besides its arguments, by `lever.what`. Whoever
+        records forwards keeps one recording for each."""
+        return self._here.program
 
     @property
     def scheduler(self) -> Any:
         return self.pipe.scheduler
 
     def count(self, what: str, by: int = 1) -> None:
-        self.counters[what] = self.counters.get(what, 0) + by
+        with self._counting:
+            self.counters[what] = self.counters.get(what, 0) + by
 
     def remark(self, lever: str, text: str) -> None:
         self.remarks.append((lever, text))
@@ -113,6 +147,7 @@ class Rig:
             raise
         finally:
             self.called = False
+            self._cancel_reason = None
 
     @contextmanager
     def seams(self) -> Iterator[None]:
@@ -120,10 +155,20 @@ class Rig:
         with ExitStack() as stack:
             bar = self.pipe.progress_bar
             stack.enter_context(swap_attr(self.pipe, "progress_bar", self._bar_maker(bar)))
-            for module in self.denoisers:
+            for module in self.primaries:
                 if hasattr(module, "cache_context"):
                     context = self._context_maker(module.cache_context)
                     stack.enter_context(swap_attr(module, "cache_context", context))
+            yield
+
+    @contextmanager
+    def with_replica(self, module: Any) -> Iterator[None]:
+        """A copy of a denoiser takes part: levers engage on it, and it tells its branch to the thread that it is in."""
+        with ExitStack() as stack:
+            if hasattr(module, "cache_context"):
+                context = self._context_maker(module.cache_context, is_replica=True)
+                stack.enter_context(swap_attr(module, "cache_context", context))
+            stack.enter_context(appended(self.replicas, module))
             yield
 
     def _bar_maker(self, original: Callable[..., Any]) -> Callable[..., Bar]:
@@ -133,18 +178,20 @@ class Rig:
 
         return progress_bar
 
-    def _context_maker(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _context_maker(self, original: Callable[..., Any], *, is_replica: bool = False) -> Callable[..., Any]:
         @contextmanager
         def cache_context(name: str, **where: Any) -> Iterator[None]:
             self.check_cancelled()  # half a step sooner than the bar: a step may take a minute
-            outer = self.branch
+            here = self._here
+            outer = here.branch, here.where
             with original(name, **where):
-                self.branch = name
-                self.branch_calls[name] = self.branch_calls.get(name, 0) + 1
+                here.branch, here.where = name, where
+                if not is_replica:  # the pipeline's own context around this call has counted it
+                    self.branch_calls[name] = self.branch_calls.get(name, 0) + 1
                 try:
                     yield
                 finally:
-                    self.branch = outer
+                    here.branch, here.where = outer
 
         return cache_context
 

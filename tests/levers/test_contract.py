@@ -14,7 +14,7 @@ from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipel
 FAMILY = "wan2.1-1.3b"
 FAMILIES = {"text_trim": "hunyuanvideo-1.5-480p"}
 "Where a lever is tried that has nothing to do on FAMILY."
-SETTINGS = {"cuda_graph": {"recorder": "tape"}}
+SETTINGS = {"cuda_graph": {"recorder": "tape"}, "cfg_parallel": {"device": "cpu"}}
 "What a lever needs in order to work without a GPU."
 
 

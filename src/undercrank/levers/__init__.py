@@ -6,6 +6,7 @@ Each entry's comment says why it stands where it stands: ORDER is the only place
 from __future__ import annotations
 
 from undercrank.levers.attention import Attention
+from undercrank.levers.cfg_parallel import CfgParallel
 from undercrank.levers.compile import Compile
 from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.host_sync import HostSync
@@ -14,6 +15,8 @@ from undercrank.levers.text_trim import TextTrim
 from undercrank.records import Lever
 
 ORDER: tuple[type[Lever], ...] = (
+    CfgParallel,  # copies denoisers that nothing has touched, so that all others engage on both; it routes where a
+    # denoiser is called, which is above all that they change in its forward and its blocks
     TextTrim,  # decides how many tokens there are: whatever chooses, captures or compiles by shape comes after it
     Attention,  # after the trimming, which knows processors by their class and takes masks away; before compiled code
     StepCache,  # after what changes a block's inputs, whose residuals it keeps; before what compiles or captures blocks

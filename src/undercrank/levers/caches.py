@@ -103,7 +103,7 @@ def told(rig: Rig, programs: Programs, part: Part, branch: str, **program: Hasha
     """A forward about which this is told; afterwards, what ran is noted. Its Python code need not have run: a recorded
     forward counts, at each replay, what was counted in the recording."""
     before = [rig.counters.get(what, 0) for what in (FULLS, SKIPS)]
-    rig.program |= {f"step_cache.{what}": value for what, value in program.items()}
+    rig.program.update({f"step_cache.{what}": value for what, value in program.items()})
     try:
         yield
     finally:

@@ -70,6 +70,8 @@ class Compile(Lever):
         return Promise.ROUNDING
 
     def doubt(self, case: Case) -> str | None:
+        if "cfg_parallel" in case.engaged:
+            return "two branches are computed at once, which is bit-identical in eager code only"
         return "compiling for the CPU takes longer than a clip" if case.device.kind == "cpu" else None
 
     def engage(self, rig: Rig) -> AbstractContextManager[Any]:

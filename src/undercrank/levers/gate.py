@@ -108,8 +108,9 @@ class _Gate:
         args, kwargs = tree_map(lambda value: _given(value, masks_stay), (args, kwargs))
         if masks_stay:
             kwargs |= {name: self._zeros(name, kwargs[name]) for name in self.zeros if name in kwargs}
-        mode = self.watch.mode
-        mode.knows_constants = self.knows_constants
+        mode, is_watched = self.watch.mode, self.watch.is_here()  # not in the thread of a replica
+        if is_watched:
+            mode.knows_constants = self.knows_constants
         try:
             with ExitStack() as stack:
                 stack.enter_context(swap_item(self.rig.program, "host_sync.places", self.known.places))
@@ -117,7 +118,9 @@ class _Gate:
                     stack.enter_context(self.watch.suspended())
                 return forward(*args, **kwargs)
         finally:
-            mode.knows_constants, self.known.places = False, None
+            self.known.places = None
+            if is_watched:
+                mode.knows_constants = False
 
     def _zeros(self, name: str, value: Any) -> Any:
         """The same Mirror for the same tensor, so that what follows from it is worked out once."""

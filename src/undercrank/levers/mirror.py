@@ -279,7 +279,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _copied(source: Mirror, kwargs: dict[str, Any]) -> torch.Tensor:
-    """`.to(...)`: each device's side is already there; a third device (another index) gets a plain copy."""
+    """`.to(...)`: each device's side is already there; a third one (another index) gets a copy, of masks both sides."""
     target = torch.device(kwargs.get("device") or source.device)
     cast = {key: value for key, value in kwargs.items() if key == "dtype"}
     copy = aten._to_copy.default
@@ -290,6 +290,9 @@ def _copied(source: Mirror, kwargs: dict[str, Any]) -> torch.Tensor:
         result = source.like(device_twin, copy(source.on_host, **cast))
         result.leads_on_host = False
         return result
+    if source.memo is not None and target.type == source.on_device.device.type:
+        # A mask for a model on another device of the kind, which will read it back there: it keeps its host twin.
+        return Mirror(copy(source.on_device, **kwargs), copy(source.on_host, **cast), leads_on_host=False, memo={})
     return copy(source.lead, **kwargs)
 
 

@@ -11,6 +11,7 @@ Imported inside host_sync's `engage` only, since it needs torch. Letters are the
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def is_unipc(cls: type) -> bool:
     """Stock UniPC: a subclass that overrides an update is left alone."""
     stock = diffusers.UniPCMultistepScheduler
     names = ("multistep_uni_p_bh_update", "multistep_uni_c_bh_update", "step", "_sigma_to_alpha_sigma_t")
-    return issubclass(cls, stock) and all(getattr(cls, name) is getattr(stock, name) for name in names)
+    unwrapped = inspect.unwrap  # whoever only watches a step wraps it
+    return issubclass(cls, stock) and all(unwrapped(getattr(cls, n)) is unwrapped(getattr(stock, n)) for n in names)
 
 
 def rehearse(scheduler: Any, device: str) -> Known | None:

@@ -92,6 +92,11 @@ class Watch:
             self.mode.__exit__(None, None, None)
             self._pushed = False
 
+    def is_here(self) -> bool:
+        """Whether the mode is on in this thread, be it beneath another one."""
+        depth = torch._C._len_torch_function_stack()
+        return any(torch._C._get_function_stack_at(place) is self.mode for place in range(depth))
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Off inside the block, if it is on and no other mode was put on top of it."""
