@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import threading
 import weakref
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 
 import undercrank
 from undercrank import engine as engine_module
+from undercrank import families
 from undercrank.engine import Engine
 from undercrank.levers import ORDER
 from undercrank.records import (
@@ -73,6 +75,33 @@ def test_a_fresh_engine_makes_the_same_film(request_):
         with Engine() as engine:
             hashes.add(engine.generate(request_).report.frames_hash)
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("family", ["wan2.1-1.3b", "hunyuanvideo-1.5-480p"])
+@pytest.mark.parametrize("host_sync", ["off", "on"])
+def test_a_shift_of_the_schedule_is_the_stock_schedulers_and_is_put_back(engine, tmp_path, family, host_sync):
+    """UniPC has it in its configuration, flow-matching Euler beside it."""
+    folder = tiny_folder(family, tmp_path / "model")
+    asked = Request(prompt="a red ball", model=str(folder), seed=7, wishes=(("host_sync", host_sync),), **ASKED)
+    plain = engine.generate(asked)
+    shifted = engine.generate(dataclasses.replace(asked, flow_shift=11.0))
+    config = folder / "scheduler" / "scheduler_config.json"
+    name = "flow_shift" if "UniPC" in config.read_text() else "shift"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {name: 11.0}))
+    with Engine() as another:
+        stock = another.generate(asked)
+    assert shifted.report.frames_hash == stock.report.frames_hash != plain.report.frames_hash
+    assert engine.generate(asked).report.frames_hash == plain.report.frames_hash
+
+
+def test_the_second_expert_has_a_guidance_of_its_own(engine, tmp_path):
+    folder = tiny_folder("wan2.2-a14b", tmp_path / families.family("wan2.2-a14b").repo.rpartition("/")[2])
+    asked = Request(prompt="a red ball", model=str(folder), seed=7, **ASKED | {"num_inference_steps": 6})
+    films = {
+        engine.generate(dataclasses.replace(asked, guidance_scale_2=scale)).report.frames_hash
+        for scale in (None, asked.guidance_scale or 4.0, 9.0)
+    }
+    assert len(films) == 2  # left out, it is the first one's
 
 
 def test_the_film_is_the_stock_pipelines_film(engine, request_, folder):

@@ -40,7 +40,16 @@ from undercrank.records import BadInput, Family
 ROWS = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.id)
 TRAITS = {
     *("any_aspect", "audio", "cache_context", "control_input", "diffusion_forcing", "dynamic_cfg"),
-    *("embedded_guidance", "expand_timesteps", "guider", "image_input", "no_callback", "one_size", "toy_domain"),
+    *(
+        "embedded_guidance",
+        "expand_timesteps",
+        "flow_shift",
+        "guider",
+        "image_input",
+        "no_callback",
+        "one_size",
+        "toy_domain",
+    ),
     *("size_from_image", "two_experts", "video_input"),
 }
 

@@ -90,6 +90,13 @@ def test_a_lever_brings_its_own_grid(scale: None) -> None:
     assert grid_of(["host_sync"], 20) == ((("host_sync", "on"),),)
 
 
+@pytest.mark.parametrize("steps", [3, 20, 50])
+def test_every_setting_of_every_lever_s_grid_is_one_that_it_takes(steps: int) -> None:
+    for lever in ORDER:
+        settings = [lever.from_wish(dict(wishes)) for wishes in lever.grid(steps)]
+        assert settings and len(set(settings)) == len(settings)
+
+
 def test_knobs_with_values_are_combined(scale: None) -> None:
     grid = grid_of(["scale=1, 2", "host_sync=on,off"], 20)
     assert len(grid) == 4 and grid[1] == (("scale", "1"), ("host_sync", "off"))

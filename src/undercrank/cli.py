@@ -480,6 +480,54 @@ def _need_server() -> None:
 SERVER_INSTALL = "pip install 'undercrank[server]'"
 
 
+ledger_app = typer.Typer(help="List the measured rows that plans are made of.", invoke_without_command=True)
+app.add_typer(ledger_app, name="ledger")
+
+
+@ledger_app.callback()
+def ledger(
+    context: typer.Context,
+    family: Annotated[str | None, typer.Option("--family", help="Rows of this model.")] = None,
+    lever: Annotated[str | None, typer.Option("--lever", help="Rows of this lever; none: whole runs.")] = None,
+    machine: Annotated[str | None, typer.Option("--machine", help="Rows whose machine or device holds this.")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="measured here, measured, published, random.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the measured rows that plans are made of; `ledger show ID` explains one."""
+    if context.invoked_subcommand is not None:
+        return
+    from undercrank import screen
+    from undercrank.explaining import HEADINGS, as_table, select
+    from undercrank.ledger import read_ledger
+
+    rows = select(read_ledger().rows, family=family, lever=lever, machine=machine, source=source)
+    if as_json:
+        screen.print_json({"rows": [row.to_dict() for row in rows]})
+    elif rows:
+        screen.table(HEADINGS, as_table(rows))
+    else:
+        screen.say("no such rows: undercrank verify and undercrank bench --keep write some")
+
+
+@ledger_app.command("show")
+def ledger_show(
+    id: Annotated[str, typer.Argument(metavar="ID", help="Id of a row, or how it begins.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Explain one row in words."""
+    from undercrank import screen
+    from undercrank.explaining import find, in_words
+    from undercrank.ledger import read_ledger
+
+    row = find(read_ledger().rows, id)
+    if as_json:
+        screen.print_json({"row": row.to_dict()})
+    else:
+        typer.echo(in_words(row))
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"undercrank {__version__}")

@@ -380,6 +380,7 @@ def call_inputs(rig: Rig, request: Request, picture: Any = None) -> dict[str, An
     }
     optional = {
         "image": picture,
+        "guidance_scale_2": request.guidance_scale_2,
         "max_sequence_length": rig.family.max_sequence_length,
         "frame_rate": float(request.fps or rig.family.fps),
         "use_dynamic_cfg": True if "dynamic_cfg" in rig.family.traits else None,
@@ -406,7 +407,7 @@ def _film(rig: Rig, request: Request, inputs: Mapping[str, Any], on_latents: OnL
         return {}
 
     watched = {"callback_on_step_end": remember} if _takes_callback(rig.pipe) else {}
-    with _guided(rig, request), torch.no_grad():
+    with _guided(rig, request), _shifted(rig, request), torch.no_grad():
         output = rig.pipe(**inputs, **watched)
     for step, is_finite in enumerate(finite, start=1):
         if not bool(is_finite):
@@ -436,6 +437,23 @@ def _guided(rig: Rig, request: Request) -> Iterator[None]:
         return
     with swap_attr(rig.pipe, "guider", guider.new(guidance_scale=request.guidance_scale)):
         yield
+
+
+@contextmanager
+def _shifted(rig: Rig, request: Request) -> Iterator[None]:
+    """The asked shift of the noise schedule, for this run. Flow-matching Euler keeps it beside its configuration."""
+    scheduler = rig.pipe.scheduler
+    if request.flow_shift is None:
+        yield
+    elif "flow_shift" in scheduler.config:
+        config = type(scheduler.config)({**scheduler.config, "flow_shift": request.flow_shift})
+        with swap_attr(scheduler, "_internal_dict", config):
+            yield
+    elif hasattr(scheduler, "_shift") and not scheduler.config.use_dynamic_shifting:
+        with swap_attr(scheduler, "_shift", request.flow_shift):
+            yield
+    else:
+        raise BadInput(f"{type(scheduler).__name__} has no shift to set: leave flow_shift out", field="flow_shift")
 
 
 def _picture(request: Request) -> Any:

@@ -11,10 +11,11 @@ stricter than the pipeline's own check: CogVideoX and Mochi accept multiples of 
 accepts multiples of 16 and HunyuanVideo-1.5 anything, and both make a smaller clip than asked for.
 
 Traits: any_aspect (trained on an area rather than on a shape), audio, cache_context (the pipeline names its
-branches), control_input, diffusion_forcing, dynamic_cfg (takes `use_dynamic_cfg`), embedded_guidance (the
-scale is an input of the denoiser: one call a step), expand_timesteps, guider (the scale lives in
-`pipe.guider`), image_input, no_callback (takes no `callback_on_step_end`), one_size (runs at its trained sizes only),
-size_from_image (takes no width and height), toy_domain (its note is said before each run), two_experts, video_input.
+branches), control_input, diffusion_forcing, dynamic_cfg (takes `use_dynamic_cfg`), embedded_guidance (the scale is an
+input of the denoiser: one call a step), expand_timesteps, flow_shift (its scheduler's shift can be set), guider (the
+scale lives in `pipe.guider`), image_input, no_callback (takes no `callback_on_step_end`), one_size (runs at its
+trained sizes only), size_from_image (takes no width and height), toy_domain (its note is said before each run),
+two_experts, video_input.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ _WAN = Family(
     trained_sizes=_both((1280, 720), (832, 480)),
     max_trained_frames=81,
     branch_names=("cond", "uncond"),
-    traits=frozenset({"cache_context"}),
+    traits=frozenset({"cache_context", "flow_shift"}),
     transformer_params=14_288_491_584,
     text_encoder_params=5_680_910_336,
     vae_params=126_892_531,
@@ -274,7 +275,7 @@ _HV15 = Family(
     max_trained_frames=241,
     branches="guider",
     branch_names=("pred_cond", "pred_uncond"),
-    traits=frozenset({"cache_context", "guider", "no_callback"}),
+    traits=frozenset({"cache_context", "flow_shift", "guider", "no_callback"}),
     transformer_cache_quality="quality",
     transformer_params=8_326_608_160,
     text_encoder_params=7_070_619_136 + 219_314_944,
@@ -312,7 +313,7 @@ _HV = Family(
     max_trained_frames=129,
     branches="single",
     branch_names=("cond", "uncond"),
-    traits=frozenset({"cache_context", "embedded_guidance"}),
+    traits=frozenset({"cache_context", "embedded_guidance", "flow_shift"}),
     transformer_params=12_821_012_544,
     text_encoder_params=7_505_186_816 + 123_060_480,
     vae_params=246_478_803,
@@ -355,7 +356,7 @@ _HUNYUAN_ROWS = (
         pipeline="HunyuanVideoImageToVideoPipeline",
         task="i2v",
         branch_names=(),
-        traits=frozenset({"embedded_guidance", "image_input"}),
+        traits=frozenset({"embedded_guidance", "flow_shift", "image_input"}),
         text_encoder_params=8_355_272_704 + 123_060_480,
         note="Names no branches; a second call runs only with true_cfg_scale > 1. The -33ch "
         "repository is a different model without embedded guidance.",

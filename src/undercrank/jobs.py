@@ -533,6 +533,12 @@ class Store:
         with self._reading() as connection:
             return tuple(JobEvent.from_dict(row._asdict()) for row in connection.execute(query))
 
+    def newest_event(self) -> int:
+        """The id of the newest event of all: who goes on behind it hears only what happens from now on."""
+        with self._reading() as connection:
+            query = sa.select(COUNTERS.c.value).where(COUNTERS.c.name == "events")
+            return int(connection.execute(query).scalar_one())
+
     def queue_position(self, job_id: str) -> int | None:
         """How many queued jobs come before it; None if it is not queued."""
         with self._reading() as connection:

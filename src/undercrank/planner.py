@@ -37,6 +37,7 @@ from undercrank.records import (
 )
 
 MAX_GUIDANCE = 100.0
+MAX_SHIFT = 100.0
 MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARS = 100_000
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -160,6 +161,8 @@ def resolve(request: Request, family: Family, device: Device) -> tuple[Request, 
         fps=_checked_fps(family.fps if request.fps is None else request.fps),
         num_inference_steps=_checked_steps(request.num_inference_steps, family),
         guidance_scale=_checked_guidance(request.guidance_scale, family),
+        guidance_scale_2=_checked_second_guidance(request.guidance_scale_2, family),
+        flow_shift=_checked_shift(request.flow_shift, family),
         seed=_checked_seed(request.seed),
         dtype=_checked_dtype(request.dtype, family, device),
     )
@@ -216,7 +219,7 @@ def _checked_steps(steps: int | None, family: Family) -> int:
 def _checked_guidance(guidance: float | None, family: Family) -> float:
     if guidance is None:
         return family.guidance_scale
-    is_number = isinstance(guidance, int | float) and not isinstance(guidance, bool)
+    is_number = _is_number(guidance)
     if is_number and 0 <= guidance <= MAX_GUIDANCE:  # NaN fails it too
         return float(guidance)
     near = 0 if is_number and guidance < 0 else MAX_GUIDANCE
@@ -225,6 +228,33 @@ def _checked_guidance(guidance: float | None, family: Family) -> float:
         f"{family.guidance_scale:g} (0 to 1 turn guidance off)",
         field="guidance_scale",
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _checked_second_guidance(guidance: float | None, family: Family) -> float | None:
+    if guidance is None:
+        return None
+    if "two_experts" not in family.traits:
+        raise BadInput(f"{family.title} has no second expert: leave guidance_scale_2 out", field="guidance_scale_2")
+    if _is_number(guidance) and 0 <= guidance <= MAX_GUIDANCE:
+        return float(guidance)
+    raise BadInput(
+        f"guidance {shown(guidance)} of the second expert: must be a finite number from 0 to {MAX_GUIDANCE:g}",
+        field="guidance_scale_2",
+    )
+
+
+def _checked_shift(shift: float | None, family: Family) -> float | None:
+    if shift is None:
+        return None
+    if "flow_shift" not in family.traits:
+        raise BadInput(f"the schedule of {family.title} has no shift to set: leave flow_shift out", field="flow_shift")
+    if _is_number(shift) and 0 < shift <= MAX_SHIFT:
+        return float(shift)
+    raise BadInput(f"flow_shift {shown(shift)}: must be a number above 0 and at most {MAX_SHIFT:g}", field="flow_shift")
 
 
 def _checked_seed(seed: int | None) -> int | None:

@@ -270,6 +270,10 @@ class Request(Record):
     fps: Fraction | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
+    "Of the second expert, where there is one; None: the first one's."
+    flow_shift: float | None = None
+    "Shift of the noise schedule; None: the checkpoint's."
     seed: int | None = None
     fidelity: Fidelity = Fidelity.FAITHFUL
     wishes: tuple[tuple[str, str], ...] = ()

@@ -18,7 +18,6 @@ import numpy as np
 
 from undercrank.bench import row_of
 from undercrank.chart import chart, numbered
-from undercrank.levers import lever_of_knob
 from undercrank.metrics import metric_named, shown
 from undercrank.records import Distance, Measurement
 from undercrank.rounding import Floor, floors_in_words, medians
@@ -179,13 +178,16 @@ def as_rows(reel: Reel) -> list[Measurement]:
 
 def _as_row(point: Point, reel: Reel) -> Measurement | None:
     found = reel.sweep
-    report, lever = reel.reports[point.label], lever_of_knob(point.wishes[-1][0]) if point.wishes else None
-    if lever is None:
+    report, reference = reel.reports[point.label], reel.reports[found.points[0].label]
+    always = {lever.name for lever in reference.plan.levers}
+    apart = [lever for lever in report.plan.levers if lever.name not in always]
+    if len(apart) != 1:  # a row speaks of one lever
         return None
     low, high = point.loop_range_s
     return row_of(
         report,
-        lever=lever.name,
+        lever=apart[0].name,
+        setting=apart[0].setting,
         n=len(found.prompts) * len(found.seeds),
         step_ms=point.loop_s / point.steps * 1000,
         spread_ms=(high - low) / 2 / point.steps * 1000,

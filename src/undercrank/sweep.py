@@ -138,6 +138,8 @@ def sweep(
     films = films_of(base, tuple(prompts) or prompts_for(family, 3), seeds)
     set_up = replace(base, prompt=set_up_prompt(family), seed=SET_UP_SEED)
     refuse_overlap(films, set_up)
+    known = engine.ledger.is_calibrated(family.id, str(base.dtype))
+    notes = ("calibrated on this machine before, on films that are not recorded",) if known else ()
     studio = _Studio(engine, films, set_up, names, tell)
 
     reference = studio.reference()
@@ -168,7 +170,7 @@ def sweep(
         ),
         floors=floors,
         drift=studio.drift(),
-        notes=tuple(f"on in every run: {knob}={value}" for knob, value in request.wishes),
+        notes=(*(f"on in every run: {knob}={value}" for knob, value in request.wishes), *notes),
     )
     return Reel(sweep=found, samples=studio.samples, stills=studio.stills, reports=studio.reports)
 
@@ -246,6 +248,8 @@ class _Studio:
 
 def computed_calls(trace: Trace) -> int:
     """Forwards that computed their blocks: all calls of the denoiser, but for those that a lever skipped."""
+    if trace.schedules:
+        return sum(run.count("1") for run in trace.schedules.values())
     return sum(trace.calls.values())
 
 

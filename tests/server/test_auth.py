@@ -21,6 +21,7 @@ SHUT = [
     "/v1/videos/x",
     "/v1/videos/x/content",
     "/v1/videos/x/events",
+    "/v1/events",
     "/v1/models",
     "/v1/levers",
     "/metrics",

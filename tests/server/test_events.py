@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -12,6 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.server.conftest import Hand, error
+from undercrank.jobs import Store
+from undercrank.server import events
 
 Ask = Callable[..., str]
 
@@ -27,10 +30,10 @@ def test_a_clip_that_has_ended_tells_its_whole_story(client: TestClient, ask: As
     id = hand.films()
     answer = client.get(f"/v1/videos/{id}/events")
     assert answer.headers["content-type"].startswith("text/event-stream")
-    events = told(answer.text)
-    assert [event["event"] for event in events] == ["queued", "started", "step", "completed"]
-    assert events[2]["step"] == 1 and events[2]["id"] == id
-    numbers = [event["number"] for event in events]
+    story = told(answer.text)
+    assert [event["event"] for event in story] == ["queued", "started", "step", "completed"]
+    assert story[2]["step"] == 1 and story[2]["id"] == id
+    numbers = [event["number"] for event in story]
     assert numbers == sorted(set(numbers))
 
 
@@ -60,9 +63,9 @@ def test_what_happens_meanwhile_is_told(client: TestClient, ask: Ask, hand: Hand
 
     worker = threading.Thread(target=film)
     worker.start()
-    events = told(client.get(f"/v1/videos/{id}/events").text)
+    story = told(client.get(f"/v1/videos/{id}/events").text)
     worker.join()
-    assert [event["event"] for event in events] == ["queued", "started", "step", "completed"]
+    assert [event["event"] for event in story] == ["queued", "started", "step", "completed"]
 
 
 def test_a_stream_ends_when_its_clip_is_deleted_and_removed(client: TestClient, ask: Ask, hand: Hand) -> None:
@@ -83,3 +86,46 @@ def test_a_stream_ends_when_its_clip_is_deleted_and_removed(client: TestClient, 
 def test_a_number_that_is_none_is_refused(client: TestClient, ask: Ask, number: str) -> None:
     answer = client.get(f"/v1/videos/{ask()}/events", headers={"last-event-id": number.encode()})
     assert answer.status_code == 400 and error(answer)["param"] == "Last-Event-ID"
+
+
+# --------------------------------------------------------------------------- of all clips of an owner
+
+
+def heard(client: TestClient, count: int, *, after: str | None = None, then: Callable[[], object] = int) -> list[Any]:
+    """The first `count` events of all clips; `then` happens once somebody listens."""
+
+    async def listen() -> list[Any]:
+        found: list[Any] = []
+        stream = events.of_owner(client.app.state.studio, "local", events.number_of_header(after))  # type: ignore[attr-defined]
+        async for event in stream:
+            if event.comment:
+                then()
+            else:
+                found.append({"event": event.event, "number": event.id, **event.data})
+            if len(found) == count:
+                break
+        await stream.aclose()  # type: ignore[attr-defined]
+        return found
+
+    return asyncio.run(listen())
+
+
+def test_who_listens_to_all_clips_hears_what_happens_from_now_on(client: TestClient, ask: Ask, hand: Hand) -> None:
+    first = ask()
+    told = heard(client, 4, then=lambda: (ask(), hand.films()))
+    assert [event["event"] for event in told] == ["queued", "started", "step", "completed"]
+    assert told[0]["id"] != first == told[1]["id"] == told[3]["id"]
+
+
+def test_a_stream_of_all_clips_goes_on_where_it_was(client: TestClient, ask: Ask, hand: Hand) -> None:
+    ask()
+    hand.films()
+    told = heard(client, 4, after="0")
+    assert heard(client, 2, after=told[1]["number"]) == told[2:]
+
+
+def test_nothing_is_heard_of_others(client: TestClient, ask: Ask, store: Store) -> None:
+    request = store.get(ask()).request
+    store.enqueue(owner="ben", model="flipbook", request=request)
+    mine = ask()
+    assert [event["id"] for event in heard(client, 2, after="0")][1] == mine

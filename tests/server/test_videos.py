@@ -14,6 +14,7 @@ from tests.server.conftest import ASKED, Hand, error
 from undercrank.jobs import JobError, Limits, Store
 from undercrank.records import Request
 from undercrank.server.studio import Studio
+from undercrank.shelf import live_picture
 
 Ask = Callable[..., str]
 NOBODY = "video_000000000000000000000000"
@@ -61,6 +62,10 @@ def test_the_cost_is_pixels_frames_and_steps(client: TestClient, store: Store) -
         ({"num_inference_steps": 0}, 400, "num_inference_steps", "from 1 to 1000"),
         ({"num_inference_steps": -1}, 400, "num_inference_steps", "from 1 to 1000"),
         ({"guidance_scale": 1e9}, 400, "guidance_scale", "from 0 to 100"),
+        ({"guidance_scale_2": 3}, 400, "guidance_scale_2", "no second expert"),
+        ({"model": "wan2.2-a14b", "guidance_scale_2": -1}, 400, "guidance_scale_2", "from 0 to 100"),
+        ({"flow_shift": 0}, 400, "flow_shift", "above 0"),
+        ({"model": "ltx-video", "flow_shift": 3, "num_frames": 9}, 400, "flow_shift", "no shift to set"),
         ({"seed": -1}, 400, "seed", "from 0"),
         ({"seed": 2**63}, 400, "seed", "from 0"),
         ({"fps": "0"}, 400, "fps", "above 0"),
@@ -254,6 +259,24 @@ def test_a_clip_is_fetched_whole_or_by_ranges(client: TestClient, ask: Ask, hand
     assert (part.status_code, part.content, part.headers["content-range"]) == (206, b"234", "bytes 2-4/10")
     assert client.get(url, headers={"range": "bytes=-3"}).content == b"789"
     assert client.get(url, headers={"range": "bytes=99-"}).status_code == 416
+
+
+def test_a_clip_may_be_asked_about_without_fetching_it(client: TestClient, ask: Ask, hand: Hand) -> None:
+    ask()
+    head = client.head(f"/v1/videos/{hand.films(b'0123456789')}/content")
+    assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", "10")
+
+
+def test_a_look_at_a_clip_in_the_making(client: TestClient, ask: Ask, hand: Hand, tmp_path: Path) -> None:
+    url = f"/v1/videos/{ask()}/content?variant=preview"
+    claim = hand.claims()
+    assert client.get(url).status_code == 409
+    live = live_picture(tmp_path, hand.store.get(claim.job.id))
+    live.parent.mkdir(parents=True)
+    live.write_bytes(b"a picture")
+    answer = client.get(url)
+    assert (answer.content, answer.headers["content-type"]) == (b"a picture", "image/jpeg")
+    assert answer.headers["cache-control"] == "no-store"
 
 
 def test_a_clip_that_is_not_done_has_no_file_yet(client: TestClient, ask: Ask) -> None:

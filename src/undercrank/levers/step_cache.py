@@ -135,6 +135,17 @@ class StepCache(Lever):
             mask=mask,
         )
 
+    @classmethod
+    def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """Each preset, searched paths of about as many computed steps, and the two rules that look at data."""
+        budgets = [max(2, round(steps * share)) for share in (0.6, 0.45, 0.36)]
+        settings = [
+            *(("transformer_cache_quality", preset) for preset in PRESETS),
+            *(("transformer_cache_budget", str(budget)) for budget in dict.fromkeys(budgets)),
+            *(("transformer_cache", cache) for cache in LOOKS_AT_DATA),
+        ]
+        return tuple((setting,) for setting in settings)
+
     # ----------------------------------------------------------------------- what it would do
 
     def choices(self, case: Case) -> tuple[Self, ...]:

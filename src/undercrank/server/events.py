@@ -36,6 +36,10 @@ def number_of(last_event_id: str | None) -> int:
     return int(text)
 
 
+def number_of_header(last_event_id: LastEventId = None) -> int | None:
+    return None if last_event_id is None else number_of(last_event_id)
+
+
 def refuse_if_over(studio: Studio, job_id: str, after: int) -> None:
     """Raises NothingMore where the job has ended and no event is left."""
     job = studio.store.get(job_id)
@@ -65,8 +69,11 @@ def _look(studio: Studio, job_id: str, after: int) -> tuple[tuple[JobEvent, ...]
     return studio.store.events_after(after, job_id=job_id), is_over
 
 
-async def of_owner(studio: Studio, owner: str, after: int) -> AsyncIterator[ServerSentEvent]:
-    """All clips of an owner, without end."""
+async def of_owner(studio: Studio, owner: str, after: int | None) -> AsyncIterator[ServerSentEvent]:
+    """All clips of an owner, without end. after None: from now on."""
+    if after is None:
+        after = await run_in_threadpool(studio.store.newest_event)
+        yield ServerSentEvent(comment="from now on", id=str(after))
     while True:
         events = await run_in_threadpool(studio.store.events_after, after, owner=owner)
         for event in events:

@@ -187,9 +187,6 @@ def as_request(asked: VideoCreate, *, image: str | None = None) -> Request:
     family = families.family(asked.model)
     width, height = _size(asked)
     fps = as_fps(asked.fps)
-    for name in ("guidance_scale_2", "flow_shift"):
-        if getattr(asked, name) is not None:
-            raise BadInput(f"{name} cannot be set in this version: leave it out", field=name)
     return Request(
         prompt=asked.prompt,
         negative_prompt=asked.negative_prompt,
@@ -201,6 +198,8 @@ def as_request(asked: VideoCreate, *, image: str | None = None) -> Request:
         fps=fps,
         num_inference_steps=asked.num_inference_steps,
         guidance_scale=asked.guidance_scale,
+        guidance_scale_2=asked.guidance_scale_2,
+        flow_shift=asked.flow_shift,
         seed=asked.seed,
         fidelity=asked.fidelity,
         wishes=tuple((knob, value.strip()) for knob in KNOBS if (value := getattr(asked, knob)) is not None),
@@ -305,6 +304,8 @@ class Video(BaseModel):
     fps: str
     num_inference_steps: int
     guidance_scale: float
+    guidance_scale_2: float | None = None
+    flow_shift: float | None = None
     seed: int
     fidelity: Fidelity
     stage: str | None = Field(None, description="load, text, denoise, decode, encode; cancelling while it stops.")

@@ -38,6 +38,8 @@ def as_video(studio: Studio, job: Job) -> Video:
         fps=str(request.fps),
         num_inference_steps=request.num_inference_steps,
         guidance_scale=request.guidance_scale,
+        guidance_scale_2=request.guidance_scale_2,
+        flow_shift=request.flow_shift,
         seed=job.seed,
         fidelity=request.fidelity,
         stage="cancelling" if job.cancel_requested else job.stage,

@@ -110,6 +110,7 @@ async def remix(http: HttpRequest, job: TheJob, studio: TheStudio, owner: TheOwn
     return await run_in_threadpool(as_video, studio, made)
 
 
+@router.head("/v1/videos/{video_id}/content", response_class=FileResponse, include_in_schema=False)
 @router.get("/v1/videos/{video_id}/content", response_class=FileResponse, openapi_extra=files.CONTENT)
 def content(job: TheJob, studio: TheStudio, variant: files.Variant = "video") -> Any:
     """The clip, or what goes with it. Ranges are served."""
@@ -128,6 +129,15 @@ async def follow(
 ) -> AsyncIterator[ServerSentEvent]:
     """All that happens to it, as server-sent events, until it has ended. `Last-Event-ID` goes on where it was."""
     async for event in events.of_job(studio, job.id, after):
+        yield event
+
+
+@router.get("/v1/events", response_class=EventSourceResponse)
+async def follow_all(
+    studio: TheStudio, owner: TheOwner, after: Annotated[int | None, Depends(events.number_of_header)]
+) -> AsyncIterator[ServerSentEvent]:
+    """All that happens to your clips from now on, or from behind `Last-Event-ID`, without end."""
+    async for event in events.of_owner(studio, owner.id, after):
         yield event
 
 
