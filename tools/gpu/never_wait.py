@@ -5,7 +5,8 @@
     python tools/gpu/never_wait.py --out FOLDER --rows hunyuan wan    # only rows whose names begin so
 
 Each row compares settings of levers on one pipeline: every setting once untimed, then all of them in order and again
-in the opposite order, so that whoever runs later is not favoured. Writes never_wait.json after every row.
+in the opposite order, so that whoever runs later is not favoured. Writes never_wait.json after every row, and
+calls.jsonl after every call: a run that is cut short has told what it saw.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from full_size import SUBJECTS
@@ -37,8 +38,11 @@ OFF = dict.fromkeys(knobs(), "off")
 class Bench:
     """One pipeline on one device, and its calls under settings of levers."""
 
+    journal: ClassVar[Path]
+    "Every call goes here as it ends."
+
     def __init__(self, name: str, device: str, rehearse: bool) -> None:
-        self.subject, self.device, self.rehearse = SUBJECTS[name], device, rehearse
+        self.name, self.subject, self.device, self.rehearse = name, SUBJECTS[name], device, rehearse
         self.pipe = self.subject.pipeline(device, rehearse)
 
     def call(self, steps: int, levers: dict[str, str], **more: Any) -> dict[str, Any]:
@@ -50,6 +54,10 @@ class Bench:
             wall_s = time.perf_counter() - begun
         trace = run.trace
         assert trace is not None
+        told = {"subject": self.name, "levers": levers, "more": {k: str(v) for k, v in more.items()}, "wall_s": wall_s}
+        told |= {"step_ms": trace.step_ms, "stalls": trace.stalls, "peak_bytes": trace.peak_bytes}
+        with self.journal.open("a") as file:
+            file.write(json.dumps(told | {"counters": dict(run.rig.counters)}) + "\n")
         return {
             "latents": latents.detach().float().cpu(),
             "wall_s": wall_s,
@@ -288,6 +296,7 @@ def _median_step(runs: list[dict[str, Any]]) -> float:
 def main() -> None:
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
+    Bench.journal, begun_s = options.out / "calls.jsonl", time.monotonic()
     device = "cpu" if options.rehearse else "cuda"
     story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
     for group, rows in GROUPS.items():
@@ -295,6 +304,9 @@ def main() -> None:
             continue
         for name, work in _kept_rows(rows, device, options.rehearse):
             if options.only and not any(each in name for each in options.only):
+                continue
+            if time.monotonic() - begun_s > options.seconds:
+                print(f"{group}: {name}: not begun, the time is up", flush=True)
                 continue
             begun = time.perf_counter()
             found = _kept(work)
@@ -326,6 +338,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--rows", nargs="*", default=[], help="groups whose names begin so")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
     parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold this")
     return parser.parse_args()
 

@@ -430,6 +430,8 @@ class Cuda:
         self.stream = _side_stream(self.device)
         self.pool = torch.cuda.graph_pool_handle()
         self._pools = {tuple(self.pool)}
+        self._live = 0
+        "Recordings that hold the pool."
         self._has_recorded = False
         self._pool_bytes: int | None = None
         "Asked once after each recording."
@@ -446,6 +448,8 @@ class Cuda:
 
     def record(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
         graph = torch.cuda.CUDAGraph()
+        if not self._live:
+            self._renew_pool()
         with _recording:
             torch.cuda.synchronize(self.device)
             gc.collect()  # else a graph that is garbage could be destroyed while this one is recorded
@@ -460,7 +464,16 @@ class Cuda:
                     self._abandon(graph)
                     raise
                 graph.capture_end()
-        return CudaRecording(graph), found
+        self._live += 1
+        return CudaRecording(graph, self._dropped), found
+
+    def _dropped(self) -> None:
+        self._live -= 1
+
+    def _renew_pool(self) -> None:
+        """A pool ends with its last graph: torch asserts that nobody records into it again (seen in torch 2.11)."""
+        self.pool = torch.cuda.graph_pool_handle()
+        self._pools = {tuple(self.pool)}
 
     def _abandon(self, graph: Any) -> None:
         """End a recording that failed. CUDA, too, says here that it failed: the first error is the one to tell.
@@ -488,14 +501,15 @@ class Cuda:
 
 
 class CudaRecording:
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
+    def __init__(self, graph: Any, dropped: Callable[[], None]) -> None:
+        self._graph, self._dropped = graph, dropped
 
     def replay(self) -> None:
         self._graph.replay()
 
     def drop(self) -> None:
         self._graph.reset()
+        self._dropped()
 
 
 # --------------------------------------------------------------------------- without a GPU
