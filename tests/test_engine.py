@@ -31,6 +31,7 @@ from undercrank.records import (
     RunFailed,
 )
 from undercrank.testing import tiny_folder
+from undercrank.undo import swap_attr
 from undercrank.video import frames_hash, read_frames, read_recipe
 
 ASKED = {"width": 32, "height": 32, "num_frames": 5, "num_inference_steps": 3}
@@ -296,18 +297,35 @@ def test_after_a_failure_in_any_stage_the_next_run_is_right(engine, request_, st
     assert engine.generate(request_).report.frames_hash == good
 
 
-def test_non_finite_latents_are_a_failure_that_names_the_step(engine, request_):
+@pytest.mark.parametrize(
+    ("call", "where"), [(3, "step 2, branch cond:"), (4, "step 2, branch uncond:"), (6, "step 3, branch uncond:")]
+)
+def test_non_finite_latents_are_a_failure_that_names_the_step_and_the_branch(engine, request_, call, where):
     engine.generate(request_)
-    calls = []
+    layer, calls = engine.rig.pipe.transformer.proj_out, []
 
     def poison(module, args, output):
         calls.append(1)
-        return (output[0] * float("nan"),) if len(calls) == 4 else output  # the second call of step 2
+        return output * float("inf") if len(calls) == call else output
 
-    hook = engine.rig.pipe.transformer.register_forward_hook(poison)
-    with pytest.raises(RunFailed, match="step 2 of 3"):
+    hook = layer.register_forward_hook(poison)
+    with pytest.raises(RunFailed, match=f"^non-finite latents at {where}"):
         engine.generate(request_)
     hook.remove()
+
+
+def test_latents_that_overflow_outside_of_the_model_name_the_step(engine, request_):
+    engine.generate(request_)
+    step, calls = engine.rig.pipe.scheduler.step, []
+
+    def poisoned(*args, **kwargs):
+        calls.append(1)
+        output = step(*args, **kwargs)
+        return (output[0] * float("nan"),) if len(calls) == 2 else output
+
+    with swap_attr(engine.rig.pipe.scheduler, "step", poisoned):
+        with pytest.raises(RunFailed, match="^non-finite latents at step 2: the run overflowed"):
+            engine.generate(request_)
 
 
 def test_non_finite_frames_are_a_failure(engine, request_):

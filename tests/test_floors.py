@@ -85,6 +85,7 @@ FLOORS = {
     6: (
         "audit",
         "bench",
+        "calibrate",
         "chart",
         "comparing",
         "fidelity",
@@ -177,6 +178,7 @@ SAME_FLOOR = {
     ("profiling", "trace"),  # which waits are our own
     ("audit", "testing"),  # the tiny pipeline of a class
     ("rounding", "takes"),  # films that differ in rounding alone
+    ("calibrate", "oneshot"),  # how a signal cancels
     ("fidelity", "rounding"),  # the floor beside a verdict
     ("fidelity", "takes"),
     ("fidelity", "bench"),  # what a ledger row of a run holds
@@ -208,7 +210,7 @@ TORCH_FROM_THE_START = {
     "levers.replica", "levers.unipc",
     "levers.uploads", "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
-    "takes", "rounding", "fidelity",
+    "takes", "rounding", "fidelity", "calibrate",
     "levers.caches", "levers.programs", "levers.stacks",
 }  # fmt: skip
 DOORS = {

@@ -1157,14 +1157,14 @@ def own_curves(family: str = "hunyuanvideo-1.5-720p", dtype: str = "bfloat16") -
     ],
 )
 def test_published_rows_engage_the_family_s_preset_under_quality_and_below(word: str, chosen: str, reason: str) -> None:
-    found = step_cache(Ledger(read_ledger().rows, own_curves()), fidelity=Fidelity(word))
+    found = step_cache(Ledger(read_ledger().rows, own_curves), fidelity=Fidelity(word))
     assert (found.chosen, reason in found.reason) == (chosen, True), found
     assert all(row.startswith("published-") for row in found.evidence)
 
 
 @pytest.mark.parametrize(("word", "status"), [("faithful", Status.DECLINED), ("quality", Status.APPLIED)])
 def test_a_calibration_of_one_s_own_counts_as_a_row_of_the_quality_preset(word: str, status: Status) -> None:
-    found = step_cache(Ledger([], own_curves()), fidelity=Fidelity(word))
+    found = step_cache(Ledger([], own_curves), fidelity=Fidelity(word))
     assert found.status is status
     if status is Status.APPLIED:
         assert found.chosen == "quality" and "calibrated here, distance not measured" in found.reason
@@ -1173,14 +1173,14 @@ def test_a_calibration_of_one_s_own_counts_as_a_row_of_the_quality_preset(word: 
 
 @pytest.mark.parametrize("curves", [[], own_curves(family="mochi"), own_curves(dtype="float16")])
 def test_what_was_never_measured_is_measured_in_the_first_run_and_that_is_exact(curves: list[Curve]) -> None:
-    found = step_cache(Ledger([], curves), fidelity=Fidelity.QUALITY)
+    found = step_cache(Ledger([], lambda: curves), fidelity=Fidelity.QUALITY)
     assert found.status is Status.APPLIED and found.promise is Promise.EXACT
     assert "for the next run" in found.reason
 
 
 def test_a_measured_distance_beyond_the_word_speaks_before_a_calibration() -> None:
     far = a_row(lever="step_cache", family=HV15, setting="quality", distances={"lpips": 0.3})
-    found = step_cache(Ledger([far], own_curves()), fidelity=Fidelity.QUALITY)
+    found = step_cache(Ledger([far], own_curves), fidelity=Fidelity.QUALITY)
     assert found.status is Status.DECLINED and "lpips 0.3" in found.reason
 
 

@@ -248,6 +248,7 @@ def row_of(report: Report, **measured: Any) -> Measurement:
         num_frames=request.num_frames,
         num_inference_steps=request.num_inference_steps,
         dtype=report.plan.load.dtype,
+        setting=next((lever.setting for lever in report.plan.levers if lever.name == measured.get("lever")), ""),
         **measured,
     )
     return replace(row, id=hashlib.sha256(row.to_json().encode()).hexdigest()[:12])

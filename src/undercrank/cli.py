@@ -344,6 +344,32 @@ def verify(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Family id, hub id or folder.")] = "flipbook",
+    prompt: Annotated[str | None, typer.Option("--prompt", help="What to film.")] = None,
+    negative_prompt: Negative = None, image: ImageFile = None, size: Size = None, frames: Frames = None,
+    steps: Steps = None, guidance: Guidance = None, seed: Seed = None, lever: Levers = None,
+    device: DeviceName = None, dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False,
+    local_files_only: LocalOnly = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Measure a checkpoint for step_cache in one run that computes every step; keep what was found."""
+    from undercrank.oneshot import calm_threads
+
+    asked = _request(prompt, model, negative_prompt, image, size, frames, None, steps, guidance, seed, "faithful",
+                     lever, device, dtype)  # fmt: skip
+    with calm_threads():
+        from undercrank.calibrate import run_calibrate
+
+    run_calibrate(
+        asked,
+        allow_pickle=allow_pickle,
+        local_files_only=local_files_only,
+        as_json=as_json,
+        on_cancellable=_stop_on_signal,
+    )
+
+
+@app.command()
 def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8200,

@@ -49,8 +49,9 @@ from undercrank.records import (
 from undercrank.rig import Rig
 from undercrank.sources import which_model
 from undercrank.trace import Event, Listener, Tracer, ignore
-from undercrank.undo import swap_attr, swap_class
+from undercrank.undo import appended, swap_attr, swap_class
 from undercrank.words import as_fps
+from undercrank.work import around_forwards
 
 T = TypeVar("T")
 
@@ -398,24 +399,62 @@ def call_inputs(rig: Rig, request: Request, picture: Any = None) -> dict[str, An
 
 def _film(rig: Rig, request: Request, inputs: Mapping[str, Any], on_latents: OnLatents | None = None) -> np.ndarray:
     """Run the pipeline and return its frames, F H W 3 in uint8. Raises RunFailed where numbers are not finite."""
-    finite: list[torch.Tensor] = []
+    finite = _Finite(rig)
 
     def remember(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        finite.append(torch.isfinite(tensors["latents"]).all())  # stays on the device: nobody waits for it
+        finite.see(index, None, tensors["latents"])
         if on_latents is not None:
             on_latents(rig, index, tensors["latents"])
         return {}
 
     watched = {"callback_on_step_end": remember} if _takes_callback(rig.pipe) else {}
-    with _guided(rig, request), _shifted(rig, request), torch.no_grad():
+    with _guided(rig, request), _shifted(rig, request), finite.watching(), torch.no_grad():
         output = rig.pipe(**inputs, **watched)
-    for step, is_finite in enumerate(finite, start=1):
-        if not bool(is_finite):
-            raise RunFailed(
-                f"non-finite latents at step {step} of {len(finite)}: the run overflowed; "
-                "try another dtype (--dtype bfloat16 or float32), fewer levers or less guidance"
-            )
+    finite.check()
     return video.as_uint8(_frames_of(output))
+
+
+class _Finite:
+    """Are the denoiser's outputs and the latents of a run finite? Flags stay on the device until the run is over."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._made: list[tuple[str, Any]] = []
+        self._flags: list[tuple[int, str | None, torch.Tensor]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with around_forwards(self._rig, self._forward), appended(self._rig.at_step, self._step):
+            yield
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if self._rig.running:
+            self._made.append((self._rig.branch or f"call {len(self._made) + 1}", output))
+        return output
+
+    def _step(self, index: int) -> None:
+        """Only now: a forward on another device may be finished as late as this."""
+        for branch, output in self._made:
+            for tensor in [output] if isinstance(output, torch.Tensor) else tuple(output):
+                self.see(index, branch, output[tensor] if isinstance(tensor, str) else tensor)
+        self._made.clear()
+
+    def see(self, step: int, branch: str | None, tensor: torch.Tensor) -> None:
+        self._flags.append((step, branch, torch.isfinite(tensor).all()))
+
+    def check(self) -> None:
+        """Raise RunFailed naming the first step and branch; the branch is unknown where only the latents overflowed."""
+        bad = [(step, branch) for step, branch, is_finite in self._flags if not bool(is_finite)]
+        if not bad:
+            return
+        step, branch = min(bad, key=lambda where: (where[0], where[1] is None))
+        raise RunFailed(
+            f"non-finite latents at step {step + 1}"
+            + (f", branch {branch}" if branch else "")
+            + ": the run overflowed; "
+            "try another dtype (--dtype bfloat16 or float32), fewer levers or less guidance"
+        )
 
 
 def _takes_callback(pipe: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -23,9 +23,10 @@ HERE = "measured here"
 class Ledger:
     """A set of rows, read once."""
 
-    def __init__(self, rows: Iterable[Measurement] = (), curves: Iterable[Curve] = ()) -> None:
+    def __init__(self, rows: Iterable[Measurement] = (), curves: Callable[[], Iterable[Curve]] = tuple) -> None:
+        """curves: asked anew at each plan, since a run may have measured some."""
         self.rows = tuple(rows)
-        self._calibrated = {(curve.family, curve.dtype) for curve in curves}
+        self._curves = curves
 
     def runs_like(self, case: Case) -> tuple[Measurement, ...]:
         """Whole runs of this model on this kind of device, the nearest shape first."""
@@ -45,14 +46,14 @@ class Ledger:
 
     def is_calibrated(self, family: str, dtype: str) -> bool:
         """Has a checkpoint of this family been measured here for step_cache, in this dtype?"""
-        return (family, dtype) in self._calibrated
+        return any(curve.family == family and curve.dtype == dtype for curve in self._curves())
 
 
 def read_ledger(path: Path | None = None) -> Ledger:
     """The shipped rows and the user's own. A broken line in the user's file is named, not skipped."""
     shipped = [row for file in _shipped() for row in _rows(file.read_text(encoding="utf-8"), file.name)]
     own = path or settings().ledger
-    return Ledger([*shipped, *_rows(_text(own), str(own))] if own.exists() else shipped, read_curves())
+    return Ledger([*shipped, *_rows(_text(own), str(own))] if own.exists() else shipped, read_curves)
 
 
 def append(row: Measurement, path: Path | None = None) -> None:

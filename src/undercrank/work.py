@@ -7,6 +7,7 @@ measures the same shapes by themselves.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -214,6 +215,7 @@ def around_forwards(rig: Rig, wrapper: Callable[..., Any]) -> Iterator[None]:
         for denoiser in rig.denoisers:
             forward = denoiser.forward
 
+            @functools.wraps(forward)  # pipelines inspect its signature
             def wrapped(*args: Any, _forward: Callable[..., Any] = forward, **kwargs: Any) -> Any:
                 return wrapper(_forward, *args, **kwargs)
 

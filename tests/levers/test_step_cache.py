@@ -12,13 +12,16 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 
 from undercrank import ratios, schedules
+from undercrank.audit import stalls
 from undercrank.engine import Run, accelerate
 from undercrank.families import family
+from undercrank.levers.compile import Compile
+from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.programs import checkpoint, phases, scheduler_title
 from undercrank.levers.stacks import Stack
 from undercrank.levers.step_cache import StepCache
 from undercrank.ratios import Curve
-from undercrank.records import BadInput, LeverRefused
+from undercrank.records import BadInput, Lever, LeverRefused
 from undercrank.rig import Rig
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline, tiny_pipeline_of
 from undercrank.undo import swap_attr
@@ -522,3 +525,92 @@ def test_zero_skips_are_said_so(wan: Any) -> None:
     with cached(wan, transformer_cache_threshold="0.01") as run:
         film(wan)
     assert complaints(run) == ("skipped none of 8 steps",)
+
+
+# --------------------------------------------------------------------------- with other levers
+
+FAST_COMPILER = Compile(backend="eager")
+"""torch's own compiler front, and its graphs run as they are: what the levers do to each other is the same as under
+inductor, and the bits are those of plain code."""
+
+
+def ran(rig: Rig, *levers: Lever) -> torch.Tensor:
+    """A film under levers that are entered in this order."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(rig.seams())
+        for lever in levers:
+            stack.enter_context(lever.engage(rig))
+        with rig.call(), torch.no_grad():
+            latents = rig.pipe(**tiny_inputs(rig.pipe, steps=STEPS)).frames
+        for lever in levers:
+            assert lever.verify(rig, None) == [], lever.name
+    return latents
+
+
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo", "cogvideox-2b"])
+def test_computed_steps_run_compiled_code_in_both_orders(name: str) -> None:
+    pipe = made(name)
+    calibrate(pipe, name)
+    rig, cache = Rig(pipe, family(name), "cpu"), StepCache(cache="magcache", threshold=0.3, retention=0.2)
+    plain = ran(rig, cache)
+    pattern = rig.executed
+    uncached = ran(rig, FAST_COMPILER)
+    first = ran(rig, cache, FAST_COMPILER)
+    assert rig.executed == pattern
+    computed = sum(map(sum, pattern.values()))
+    blocks = sum(len(module) for module in pipe.transformer.children() if isinstance(module, torch.nn.ModuleList))
+    assert rig.counters["compile.executed"] == computed * blocks
+    graphs = rig.counters.get("compile.graphs", 0)
+    second = ran(rig, FAST_COMPILER, cache)
+    assert rig.executed == pattern and rig.counters["compile.executed"] == computed * blocks
+    assert rig.counters.get("compile.graphs", 0) == 0 and graphs == 0
+    assert torch.equal(first, second) and torch.allclose(first, plain, rtol=1e-4, atol=1e-5)
+    assert torch.equal(ran(rig, FAST_COMPILER), uncached)
+
+
+def test_a_recorded_forward_is_told_by_its_program_and_its_residual() -> None:
+    """The tape stands for CUDA graphs: recorded operations are replayed, the Python code of the model is not run."""
+    pipe = made(WAN)
+    calibrate(pipe, WAN)
+    rig, cache = Rig(pipe, family(WAN), "cpu"), StepCache(cache="magcache", threshold=0.3, retention=0.2)
+    plain = ran(rig, cache)
+    pattern = rig.executed
+    tape = CudaGraph(recorder="tape")
+    with rig.seams(), cache.engage(rig), tape.engage(rig):
+        films = []
+        for inputs in ({}, {"width": 96}, {}, {}):
+            with rig.call(), torch.no_grad():
+                films.append(pipe(**tiny_inputs(pipe, steps=STEPS, **inputs)).frames)
+            assert rig.executed == pattern and cache.verify(rig, None) == []
+        assert rig.counters["cuda_graph.replays"] > 0
+    assert torch.equal(films[0], plain) and torch.equal(films[2], plain) and torch.equal(films[3], plain)
+    assert "step_cache.program" not in rig.program
+
+
+def test_a_run_that_measures_or_decides_by_data_is_never_recorded() -> None:
+    pipe = made(WAN)
+    rig, tape = Rig(pipe, family(WAN), "cpu"), CudaGraph(recorder="tape")
+    for cache in (StepCache(cache="measure"), StepCache(cache="fbcache", threshold=0.5)):
+        plain = ran(rig, cache)
+        with rig.seams(), cache.engage(rig), tape.engage(rig), rig.call(), torch.no_grad():
+            film = pipe(**tiny_inputs(pipe, steps=STEPS)).frames
+            assert rig.counters.get("cuda_graph.replays", 0) == 0
+        assert torch.equal(film, plain)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "most"),
+    [
+        ({"transformer_cache": "magcache", "transformer_cache_threshold": "0.3"}, 0),
+        ({"transformer_cache": "measure"}, 0),
+        ({"transformer_cache_mask": "11110000"}, 0),
+        ({"transformer_cache": "fbcache", "transformer_cache_threshold": "0.5"}, 2 * (STEPS - 1)),
+        ({"transformer_cache": "easycache", "transformer_cache_threshold": "5"}, STEPS),
+    ],
+    ids=str,
+)
+def test_what_is_decided_before_the_loop_waits_for_nothing_in_it(wan: Any, knobs: dict[str, str], most: int) -> None:
+    """On the logical device, where every copy back to the host is seen; caches that look at data are counted."""
+    calibrate(wan, WAN)
+    waits = stalls(wan, tiny_inputs(wan, steps=STEPS), host_sync="auto", **knobs).in_loop
+    assert waits <= most and bool(waits) is bool(most)

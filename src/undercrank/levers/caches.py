@@ -140,6 +140,8 @@ class Scheduled:
             self._inputs = []
         if self._program != "skip":
             self.residuals.own(part, self._branch)
+        if self._program == "measure" and self._programs.is_middle(part):
+            self._programs.rounded(part, self._branch, _moved(output, part.again(_nudged(call))))
         return output
 
     def blocks(self, part: Part, stack: Stack) -> Iterator[Any]:
@@ -177,6 +179,18 @@ class Scheduled:
         before = held[0] if held else None
         ratio, drift = _change(residual, before, video)
         self._programs.measured(part, self._branch, ratio, drift, tokens=int(video.shape[-2]))
+
+
+def _nudged(call: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, with latents larger by one unit in the last place of the text's dtype, or of their own."""
+    latents, text = call["hidden_states"], call.get("encoder_hidden_states")
+    coarse = text.dtype if isinstance(text, torch.Tensor) and text.is_floating_point() else latents.dtype
+    return call | {"hidden_states": latents * (1 + torch.finfo(coarse).eps)}
+
+
+def _moved(output: Any, other: Any) -> torch.Tensor:
+    a, b = (made if isinstance(made, torch.Tensor) else made[0] for made in (output, other))
+    return (a.float() - b.float()).norm() / a.float().norm()
 
 
 def _change(residual: torch.Tensor, before: torch.Tensor | None, output: torch.Tensor) -> tuple[Any, Any]:

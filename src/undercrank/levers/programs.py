@@ -51,6 +51,7 @@ class _Measured:
 
     ratios: list[Any] = field(default_factory=list)
     drifts: list[Any] = field(default_factory=list)
+    floor: Any = None
     tokens: int = 0
 
 
@@ -133,6 +134,13 @@ class Programs:
         record.drifts.append(drift)
         record.tokens = tokens
 
+    def is_middle(self, part: Part) -> bool:
+        phase = self._phases[part.name]
+        return self._rig.step_index == phase.first + phase.steps // 2
+
+    def rounded(self, part: Part, branch: str, floor: Any) -> None:
+        self._measured.setdefault((part.name, branch), _Measured()).floor = floor
+
     def finish(self, error: BaseException | None) -> None:
         """After the loop: read what was measured and keep it, if the run was whole; then forget the run."""
         try:
@@ -150,7 +158,7 @@ class Programs:
             changes = torch.stack([torch.stack(record.ratios), torch.stack(record.drifts)]).double().cpu()
             if not bool(torch.isfinite(changes).all()) or not bool((changes[0] > 0).all()):
                 continue
-            curves.append(self._as_curve(phase, branch, changes.tolist(), record.tokens))
+            curves.append(self._as_curve(phase, branch, changes.tolist(), record))
         if not curves or not self._branches.are_known:
             self._rig.remark("step_cache", "computed every step to measure it, but got no whole and finite curve of it")
             return
@@ -162,7 +170,7 @@ class Programs:
             "and measured it; the next run skips",
         )
 
-    def _as_curve(self, phase: Phase, branch: str, changes: Sequence[list[float]], tokens: int) -> Curve:
+    def _as_curve(self, phase: Phase, branch: str, changes: Sequence[list[float]], record: _Measured) -> Curve:
         weights, dtype = self._identities[phase.denoiser]
         repo, revision = origin(self._rig.pipe)
         return Curve(
@@ -178,7 +186,8 @@ class Programs:
             levels=phase.levels,
             ratios=tuple(changes[0]),
             drifts=tuple(changes[1]),
-            tokens=tokens,
+            floor=None if record.floor is None else float(record.floor),
+            tokens=record.tokens,
         )
 
 

@@ -139,6 +139,15 @@ class Part:
         finally:
             self.inside = False
 
+    def again(self, call: dict[str, Any]) -> Any:
+        """A further forward with these arguments, all of whose blocks are run and of which nothing is kept."""
+        self.inside = False
+        try:
+            with swap_attr(self.rig, "running", False):
+                return self._stock(**call)
+        finally:
+            self.inside = True
+
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The streams among a block's arguments; None where one is not given."""
         return [args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(self.form.streams)]

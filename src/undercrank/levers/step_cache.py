@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from undercrank.levers.programs import Phase
     from undercrank.rig import Rig
 
-CACHES = ("magcache", "fbcache", "easycache", "mask")
+CACHES = ("magcache", "fbcache", "easycache", "mask", "measure")
 LOOKS_AT_DATA = ("fbcache", "easycache")
 
 FIRST_BLOCK = {"quality": 0.05, "balanced": 0.08, "fast": 0.12}
@@ -80,7 +80,7 @@ class StepCache(Lever):
     summary = "steps in which little changes reuse the change of an earlier one"
 
     cache: str = "auto"
-    "auto, magcache, fbcache, easycache, mask"
+    "auto, magcache, fbcache, easycache, mask, measure"
     quality: str = "auto"
     "auto, quality, balanced, fast"
     threshold: float | None = None
@@ -149,7 +149,9 @@ class StepCache(Lever):
     # ----------------------------------------------------------------------- what it would do
 
     def choices(self, case: Case) -> tuple[Self, ...]:
-        """The family's preset, no bolder than the fidelity word, and every more careful one after it."""
+        """The family's preset, no bolder than the fidelity word, and every more careful one after it; or to measure."""
+        if self.cache == "auto" and self._measures(case):
+            return (replace(self, cache="measure"),)
         if self.quality != "auto":
             return (self,)
         order = list(PRESETS)
@@ -162,6 +164,8 @@ class StepCache(Lever):
     def setting(self) -> str:
         if self.cache == "mask":
             return f"mask={self.mask}"
+        if self.cache == "measure":
+            return "measure"
         if self.budget is not None:
             return f"budget={self.budget}"
         own = {"threshold": self.threshold, "retention": self.retention}
@@ -182,15 +186,14 @@ class StepCache(Lever):
             )
 
     def promises(self, case: Case) -> Promise:
-        measures = self.cache == "auto" and self._measures(case)
-        return Promise.EXACT if measures or self.skips_nothing(case.num_inference_steps) else Promise.LOSSY
+        return Promise.EXACT if self.skips_nothing(case.num_inference_steps) else Promise.LOSSY
 
     def _measures(self, case: Case) -> bool:
         """By itself, a run that measures is of use only where the word lets the next one skip."""
         return not case.is_calibrated and case.fidelity not in (Fidelity.EXACT, Fidelity.FAITHFUL)
 
     def vouch(self, case: Case) -> str | None:
-        if self._measures(case):
+        if self.cache == "measure":
             return "nothing is known of these weights: computes every step and measures it, for the next run"
         return "calibrated here, distance not measured" if self.quality == "quality" and case.is_calibrated else None
 
@@ -198,7 +201,12 @@ class StepCache(Lever):
         """By its settings, whatever the checkpoint."""
         if self.cache == "mask":
             return "0" not in self.mask
-        return self.threshold == 0 or self.retention == 1 or (self.budget is not None and self.budget >= steps)
+        return (
+            self.cache == "measure"
+            or self.threshold == 0
+            or self.retention == 1
+            or (self.budget is not None and self.budget >= steps)
+        )
 
     def doubt(self, case: Case) -> str | None:
         if case.num_inference_steps < MIN_STEPS:
@@ -224,6 +232,8 @@ class StepCache(Lever):
         """Which steps of a phase are computed; None: nobody knows before this checkpoint is measured."""
         if self.cache == "mask":
             return schedules.mask(self.mask, phase.total)[phase.first : phase.first + phase.steps]
+        if self.cache == "measure":
+            return None
         if self.skips_nothing(phase.total) or (self.cache == "auto" and phase.total < MIN_STEPS):
             return schedules.everything(phase.steps)
         if curve is None:
