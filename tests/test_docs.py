@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "undercrank"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
-GENERATE_ONLY = {"-o": 1, "--output": 1, "--master": 1, "--report": 1, "--from": 1, "--quiet": 0}
+GENERATE_ONLY = {"-o": 1, "--output": 1, "--master": 1, "--report": 1, "--from": 1, "--reference": 1, "--quiet": 0}
 "Options that `plan` lacks, and how many words follow each."
 
 

@@ -91,6 +91,7 @@ FLOORS = {
         "fidelity",
         "lab",
         "oneshot",
+        "references",
         "report",
         "rounding",
         "sweep",
@@ -192,6 +193,8 @@ SAME_FLOOR = {
     ("report", "rounding"),
     ("report", "sweep"),
     ("report", "takes"),
+    ("references", "bench"),  # what is compared of a clip
+    ("oneshot", "references"),  # a clip that is measured against another
     ("comparing", "report"),
     ("comparing", "sweep"),
     ("comparing", "fidelity"),  # verify, on the command line

@@ -19,7 +19,8 @@ import numpy as np
 
 from undercrank.figures import Look, Profile, Rates, host_step_us, kernel_table, step_floor_ms
 from undercrank.ledger import HERE
-from undercrank.records import BadInput, Measurement, Record, Report, Request
+from undercrank.metrics import fidelity_in_words
+from undercrank.records import BadInput, FidelityReport, Measurement, Record, Report, Request
 
 
 class Film(Protocol):
@@ -41,6 +42,7 @@ class Laboratory(Protocol):
 
 
 Make = Callable[[Request], Film]
+Judge = Callable[[Film, Film], FidelityReport]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,8 @@ class Comparison(Record):
     "By side, where a lab looked."
     rates: Rates | None = None
     "What the device showed in the same session; None without one."
+    fidelity: FidelityReport | None = None
+    "B's film beside A's, where a judge looked."
     forward_error: float | None = None
     "Relative distance of B's first forward to A's; 0.0: equal, bit for bit."
 
@@ -107,11 +111,17 @@ class Comparison(Record):
 
 
 def compare(
-    make: Make, a: Request, b: Request, *, pairs: int = 2, lab: Laboratory | None = None
+    make: Make,
+    a: Request,
+    b: Request,
+    *,
+    pairs: int = 2,
+    lab: Laboratory | None = None,
+    judge: Judge | None = None,
 ) -> tuple[Comparison, tuple[Measurement, ...]]:
     """Run A and B alternately, `pairs` times each. `make` renders a request (an Engine's `generate`).
 
-    lab: looks at each side after the timed runs.
+    lab: looks at each side after the timed runs. judge: says how far B's film is from A's.
 
     Returns the comparison and, where B has exactly one lever that A has not, its row for the ledger.
 
@@ -146,6 +156,7 @@ def compare(
         repeats_itself=all(len({r.frames_hash for r in (first[s], *runs) if r.side == s}) == 1 for s in "AB"),
         max_abs=max_abs,
         psnr_db=psnr_db,
+        fidelity=judge(films["A"], films["B"]) if judge else None,
         compile_s={side: ms / 1000 for side in "AB" if (ms := films[side].report.trace.counters.get("compile.ms", 0))},
         stall_sites={side: dict(trace.stall_sites) for side, trace in sorted(last.items())},
         looks=looks,
@@ -221,13 +232,15 @@ def as_row(comparison: Comparison, film: Film, lever: str) -> Measurement:
     return row_of(
         film.report,
         lever=lever,
+        setting=next(each.setting for each in film.report.plan.levers if each.name == lever),
         n=len(runs),
         step_ms=statistics.median(run.step_ms for run in runs),
         spread_ms=(max(r.step_ms for r in runs) - min(r.step_ms for r in runs)) / 2,
         total_s=statistics.median(run.total_s for run in runs),
         peak_bytes=runs[0].peak_bytes,
         gain=comparison.ratio,
-        distances={"max_abs": float(comparison.max_abs), **_psnr(comparison), **_one_forward(comparison)},
+        distances=_distances(comparison) | _one_forward(comparison),
+        floor=_floor(comparison),
         note=f"A: {comparison.a}; B: {comparison.b}; {comparison.verdict}{_floor_note(comparison)}",
     )
 
@@ -285,6 +298,7 @@ def in_words(comparison: Comparison) -> str:
     lines += _rates_in_words(comparison.rates) if comparison.rates else []
     lines.append(comparison.verdict)
     lines.append(_film_in_words(comparison))
+    lines += fidelity_in_words(comparison.fidelity)[1:] if comparison.fidelity and not comparison.same_frames else []
     return "\n".join(lines)
 
 
@@ -358,6 +372,19 @@ def _forward_in_words(error: float | None) -> str:
 
 def _psnr(comparison: Comparison) -> dict[str, Any]:
     return {} if comparison.psnr_db is None else {"psnr_db": comparison.psnr_db}
+
+
+def _distances(comparison: Comparison) -> dict[str, float]:
+    """Everything that the judge measured; without one, what was counted here."""
+    if comparison.fidelity is None:
+        return {"max_abs": float(comparison.max_abs), **_psnr(comparison)}
+    return {each.metric: each.value for each in comparison.fidelity.distances if each.value is not None}
+
+
+def _floor(comparison: Comparison) -> dict[str, float]:
+    """The floor that stood beside the distances; None was known: nothing."""
+    distances = comparison.fidelity.distances if comparison.fidelity else ()
+    return {each.metric: next(iter(each.floor.values())) for each in distances if each.floor}
 
 
 def _one_forward(comparison: Comparison) -> dict[str, float]:

@@ -92,6 +92,7 @@ def generate(
     master: Annotated[Path | None, typer.Option(help="Also write a lossless .mkv.")] = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report as .json.")] = None,
     repeat: Annotated[Path | None, typer.Option("--from", help="Repeat the recipe inside this file.")] = None,
+    reference: Annotated[Path | None, typer.Option("--reference", help="A lossless film to measure it by.")] = None,
     as_json: AsJson = False, quiet: Quiet = False, allow_pickle: Pickles = False, local_files_only: LocalOnly = False,
     debug: Debug = False,
 ) -> None:  # fmt: skip
@@ -105,6 +106,7 @@ def generate(
         asked,
         outputs,
         repeat=repeat,
+        reference=reference,
         given=_given_options(context),
         allow_pickle=allow_pickle,
         local_files_only=local_files_only,

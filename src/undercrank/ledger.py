@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from undercrank.ratios import Curve, read_curves
-from undercrank.records import BadInput, Case, Measurement
+from undercrank.records import BadInput, Case, Measurement, Plan
 from undercrank.settings import settings
 
 HERE = "measured here"
@@ -43,6 +43,19 @@ class Ledger:
         return tuple(
             row for row in self.rows if row.lever == lever and row.family == case.family.id and row.setting == setting
         )
+
+    def floor_for(self, plan: Plan) -> Measurement | None:
+        """The newest row that holds a rounding floor for this model, size, dtype and number of steps."""
+        asked = plan.request
+        wanted = (plan.load.family, plan.load.dtype, asked.width, asked.height, asked.num_frames,
+                  asked.num_inference_steps)  # fmt: skip
+        found = [
+            row
+            for row in self.rows
+            if row.floor
+            and wanted == (row.family, row.dtype, row.width, row.height, row.num_frames, row.num_inference_steps)
+        ]
+        return found[-1] if found else None
 
     def is_calibrated(self, family: str, dtype: str) -> bool:
         """Has a checkpoint of this family been measured here for step_cache, in this dtype?"""

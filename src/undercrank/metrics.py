@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from undercrank.records import Record
+from undercrank.records import Distance, FidelityReport, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,9 @@ METRICS: dict[str, Metric] = {
     )
 }  # fmt: skip
 
+QUICK = tuple(name for name, row in METRICS.items() if row.of == "frames" and name not in ("flip", "vmaf"))
+"What is taken beside a run: all distances of frames but those that take longer than many a run."
+
 GATES = ("psnr_db", "st_lpips_alex")
 "The two distances that a gate names: one that sees everything, one that sees what people see."
 
@@ -110,6 +114,30 @@ def metric_named(name: str) -> Metric:
     """Rows of a ledger may hold the distances of another version: those are shown by their bare name."""
     unknown = Metric(name=name, title=name, unit="", closer="lower", of="frames", sees="")
     return METRICS.get(name, unknown)
+
+
+def beside(distance: Distance, floors: Mapping[str, float]) -> Distance:
+    """The distance with these floors by name, and which of them it does not exceed."""
+    metric, value = metric_named(distance.metric), distance.value
+    inside = () if value is None else tuple(name for name, limit in floors.items() if not metric.further(value, limit))
+    return replace(distance, floor=dict(floors), inside=inside)
+
+
+def fidelity_in_words(report: FidelityReport) -> list[str]:
+    """A line for each distance that was computed, with its floor; then the faults."""
+    lines = [f"against {report.a}: {'bit-identical' if report.identical else 'not bit-identical'}"]
+    for distance in report.distances:
+        if distance.value is None:
+            continue
+        words = f"  {metric_named(distance.metric).title}: {shown(distance.value)} {distance.unit}"
+        lines.append(f"{words} ({distance.closer} is nearer){_floor_words(distance)}")
+    lines += [f"  frames are {fault}" for fault in report.faults]
+    return [*lines, *([f"  {report.floor_note}"] if report.floor_note else [])]
+
+
+def _floor_words(distance: Distance) -> str:
+    places = [f"{'inside' if name in distance.inside else 'outside'} {shown(v)}" for name, v in distance.floor.items()]
+    return f"; rounding floor: {', '.join(places)}" if places else ""
 
 
 def shown(value: float | None) -> str:

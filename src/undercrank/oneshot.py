@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from undercrank import screen
 from undercrank.ledger import append, read_ledger
 from undercrank.machine import this_machine
+from undercrank.metrics import fidelity_in_words
 from undercrank.planner import make_plan, refuse_if_too_big
 from undercrank.records import BadInput, Measurement, NotFound, Plan, Report, Request, RunFailed
 from undercrank.settings import settings
@@ -63,6 +64,7 @@ def make_clip(
     outputs: Outputs,
     *,
     repeat: Path | None,
+    reference: Path | None = None,
     given: frozenset[str],
     allow_pickle: bool,
     local_files_only: bool,
@@ -77,6 +79,7 @@ def make_clip(
         raise BadInput('what shall the film show? undercrank generate "a red ball rolls left"', field="prompt")
     plan = _plan(request, allow_pickle, local_files_only)
     _check_space(outputs, plan)
+    beside_reference = _beside(reference, plan) if reference else None
     _tell_plan(plan, as_json=as_json, quiet=quiet)
 
     with (
@@ -85,6 +88,8 @@ def make_clip(
         on_cancellable(engine.cancel),
     ):
         clip = engine.generate(request, listener=show)
+        if beside_reference:
+            clip = beside_reference(clip)
 
         def show_or_stop(event: Any) -> None:
             show(event)
@@ -93,6 +98,15 @@ def make_clip(
         file = _write(clip, outputs, show_or_stop)
     remember(clip.report)
     _tell_result(clip.report, file, recipe, notes_before=plan.notes, as_json=as_json, quiet=quiet)
+
+
+def _beside(reference: Path, plan: Plan) -> Callable[[Clip], Clip]:
+    """Read the reference now, so that a wrong one is told of before anything is made."""
+    with calm_threads():
+        from undercrank.references import beside_reference, read_reference
+
+    footage, floor = read_reference(reference, plan), read_ledger().floor_for(plan)
+    return lambda clip: beside_reference(clip, footage, floor)
 
 
 def run_bench(
@@ -116,7 +130,16 @@ def run_bench(
         _engine_class()(allow_pickle=allow_pickle, local_files_only=local_files_only) as engine,
         on_cancellable(engine.cancel),
     ):
-        comparison, rows = compare(engine.generate, a, b, pairs=pairs, lab=_lab(engine) if look else None)
+        from undercrank.references import compare_clips
+
+        comparison, rows = compare(
+            engine.generate,
+            a,
+            b,
+            pairs=pairs,
+            lab=_lab(engine) if look else None,
+            judge=lambda x, y: compare_clips(x, y, read_ledger().floor_for(x.report.plan)),
+        )
     if keep:
         for row in rows:
             append(row)
@@ -300,6 +323,8 @@ def _tell_result(
     for note in report.notes:
         if note not in notes_before:
             screen.say(f"note: {note}")
+    for line in fidelity_in_words(report.fidelity) if report.fidelity else ():
+        screen.say(line)
     if recipe is not None:
         screen.say(_compared(recipe, report))
     screen.put(str(file))

@@ -607,6 +607,8 @@ class Report(Record):
     frames_hash: str | None
     "sha256 of the decoded uint8 frames before encoding; None for latents."
     notes: tuple[str, ...] = ()
+    fidelity: FidelityReport | None = None
+    "How far the clip is from its reference, where one was given."
 
 
 # --------------------------------------------------------------------------- the lever protocol

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from undercrank import metrics
 from undercrank.engine import Engine
 from undercrank.levers import ORDER
 from undercrank.metrics import METRICS
@@ -135,9 +136,7 @@ def beside(distances: Sequence[Distance], floors: Sequence[Floor]) -> tuple[Dist
 
 def _beside(distance: Distance, floors: Sequence[Floor]) -> Distance:
     found = {floor.name: d.value for floor in floors if (d := floor.of(distance.metric)) and d.value is not None}
-    metric, value = METRICS[distance.metric], distance.value
-    inside = () if value is None else tuple(name for name, limit in found.items() if not metric.further(value, limit))
-    return replace(distance, floor=found, inside=inside)
+    return metrics.beside(distance, found)
 
 
 def furthest(metric: str, floors: Sequence[Floor], dtype: str) -> float | None:
