@@ -12,6 +12,7 @@ calls.jsonl after every call: a run that is cut short has told what it saw.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -118,6 +119,21 @@ class Bench:
             "complaints": second["complaints"] + third["complaints"],
             "counters": third["counters"],
         }
+
+    def held(self, steps: int, settings: dict[str, dict[str, str]]) -> dict[str, Any]:
+        """Levers stay on over three calls, as in a server: seconds of each loop, there and back."""
+        loops: dict[str, list[list[float]]] = {name: [] for name in settings}
+        for name in (*settings, *reversed(settings)):
+            with undercrank.accelerate(self.pipe, **(OFF | settings[name])) as run, torch.no_grad():
+                seen = []
+                for _ in range(3):
+                    self.pipe(
+                        **self.subject.inputs(self.pipe, self.device, 3 if self.rehearse else steps, self.rehearse)
+                    )
+                    assert run.trace is not None
+                    seen.append(round(run.trace.stage_s["denoise"], 4))
+            loops[name].append(seen)
+        return {name: {"loops_s": found} for name, found in loops.items()}
 
     def first_and_second(self, steps: int, levers: dict[str, str]) -> dict[str, Any]:
         """Seconds of a first call, which compiles or finds what was compiled, and of a second one."""
@@ -237,6 +253,7 @@ def small(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]
     for name in ("wan2.1-1.3b", "ltx-video"):
         bench = Bench(name, device, rehearse)
         yield name, lambda bench=bench: bench.compare(20, settings)
+        yield f"{name}, held", lambda bench=bench: bench.held(20, settings)
 
 
 def second_process(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -313,6 +330,8 @@ def main() -> None:
             story[f"{group}: {name}"] = found | {"took_s": round(time.perf_counter() - begun, 1)}
             print(f"{group}: {name}", json.dumps(story[f"{group}: {name}"])[:2500], flush=True)
             (options.out / "never_wait.json").write_text(json.dumps(story, indent=1))
+        name = work = None  # else the last row keeps its model on the device, and in the next one's peak
+        gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
 

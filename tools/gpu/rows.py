@@ -40,6 +40,7 @@ class Pair:
 
 PAIRS = (
     Pair(lever="host_sync", a="stock", b="host_sync"),
+    Pair(lever="host_sync", a="stock", b="on"),
     Pair(lever="text_trim", a="stock", b="trimmed", in_forward=True),
     Pair(lever="compile", a="trimmed", b="trimmed, compiled", in_forward=True),
     Pair(lever="compile", a="eager", b="compiled"),

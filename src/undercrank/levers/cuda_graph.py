@@ -12,7 +12,8 @@ on; it is in the receipt. The first two calls of each kind are slower. It gains 
 device: small models, small clips, busy hosts. Models that select tokens by the prompt's mask are recorded anew for
 each clip, and need host_sync.
 
-Measured: on a GPU nothing is measured yet.
+Measured: Wan 2.1 1.3B at 416x240, 17 frames, on one H200: a step of 57.2 ms took 20.6 ms, of compiled blocks 35.8 ms
+and 14.0 ms; recording took 0.5 to 0.6 s. Latents equal.
 """
 
 from __future__ import annotations

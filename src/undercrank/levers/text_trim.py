@@ -11,7 +11,8 @@ Promises: ROUNDING. Padding was masked, so nothing that is kept ever saw it; wha
 Costs: one read of the masks from the device for each branch, in the first step of a generation. Each prompt's length
 is a shape of its own.
 
-Measured: on a CPU only, see `docs/levers/text_trim.md`; on a GPU this code has not been measured yet.
+Measured: HunyuanVideo-1.5 on one H200, one forward: 4195 ms and 1490 ms at 720p, 1140 ms and 474 ms at 480p, 33
+frames; relative error against stock 5.0e-3, where stock's own against float32 is 1.7e-2. See docs/evidence.md.
 """
 
 from __future__ import annotations
