@@ -31,6 +31,7 @@ class PretendedEngine:
     during: ClassVar[Callable[[PretendedEngine, Event, Request], None]] = staticmethod(lambda *_: None)
     "Called before each event is told."
     alive: ClassVar[list[PretendedEngine]] = []
+    born: ClassVar[list[PretendedEngine]] = []
     made: ClassVar[list[str]] = []
     "Prompts, in the order in which their films were begun."
 
@@ -38,6 +39,7 @@ class PretendedEngine:
         self.rig: Any = None
         self._reason: str | None = None
         type(self).alive.append(self)
+        type(self).born.append(self)
 
     def cancel(self, reason: str = "cancelled") -> bool:
         self._reason = reason

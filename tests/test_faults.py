@@ -155,6 +155,7 @@ class Pretended(PretendedEngine):
     """A class of its own, so that what it remembers is not that of other tests."""
 
     alive: list[PretendedEngine] = []
+    born: list[PretendedEngine] = []
     made: list[str] = []
 
 
@@ -165,7 +166,7 @@ def doing(stage: str, done: int, do: Callable[[], Any]) -> type[PretendedEngine]
         if (event.stage, event.done) == (stage, done):
             do()
 
-    return type("Engine", (PretendedEngine,), {"alive": [], "made": [], "during": staticmethod(during)})
+    return type("Engine", (PretendedEngine,), {"alive": [], "born": [], "made": [], "during": staticmethod(during)})
 
 
 def test_a_disk_that_is_full_fails_the_job_and_leaves_nothing_half_written(

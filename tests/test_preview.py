@@ -63,7 +63,7 @@ def test_a_picture_is_the_middle_frame_as_large_as_the_latents() -> None:
     frames_FHWC, latents_CTHW, rgb_T3HW = clip_and_latents()
     seen: list[tuple[int, np.ndarray]] = []
     colours = Colours.fit(latents_CTHW, frames_FHWC)
-    previewer = Previewer(colours, lambda step, picture: seen.append((step, picture)), every_s=0.0)
+    previewer = Previewer(colours, lambda step, picture: seen.append((step, picture)), every_s=0.0, share=1e9)
     previewer.see(rig(), 2, latents_CTHW[None])
     ((step, picture_HWC),) = seen
     assert step == 3 and picture_HWC.dtype == np.uint8 and picture_HWC.shape == (4, 4, 3)
@@ -117,7 +117,9 @@ def test_a_run_with_previews_makes_the_same_film_as_one_without() -> None:
     pictures: list[np.ndarray] = []
     with Engine() as engine:
         plain = engine.generate(request)
-        previewer = Previewer(Colours.of("flipbook", Path("/nowhere")), lambda s, p: pictures.append(p), every_s=0.0)
+        previewer = Previewer(
+            Colours.of("flipbook", Path("/nowhere")), lambda s, p: pictures.append(p), every_s=0.0, share=1e9
+        )
         watched = engine.generate(request, on_latents=previewer.see)
     assert watched.report.frames_hash == plain.report.frames_hash
     assert len(pictures) == 3 and {picture.shape for picture in pictures} == {(8, 8, 3)}

@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def engine() -> type[PretendedEngine]:
-    return type("Engine", (PretendedEngine,), {"alive": [], "made": []})
+    return type("Engine", (PretendedEngine,), {"alive": [], "born": [], "made": []})
 
 
 @pytest.fixture
@@ -165,15 +165,25 @@ def test_a_failure_is_told_with_its_code_and_a_remedy_and_the_next_job_is_made(
     assert [folder.name for folder in (data / "videos").iterdir()] == [f"{good.id}.1"]
 
 
-def test_out_of_memory_says_what_fits_and_the_next_job_begins_with_fresh_weights(
-    store: Store, run: Run, engine: type[PretendedEngine]
-) -> None:
+def test_out_of_memory_says_what_fits(store: Store, run: Run, engine: type[PretendedEngine]) -> None:
     engine.during = at("denoise", 1, raising(OutOfMemory("memory ran out on cpu: 32x32 with 5 frames fits")))
     job = add(store)
     run()
     error = store.get(job.id).error
     assert error and (error.message, error.remedy) == ("memory ran out on cpu", "32x32 with 5 frames fits")
-    assert engine.alive == []
+
+
+@pytest.mark.parametrize(
+    ("error", "loads"),
+    [(OutOfMemory("memory ran out: x"), 2), (ZeroDivisionError("x"), 2), (RunFailed("non-finite: x"), 1)],
+)
+def test_after_a_failure_that_leaves_doubt_the_next_job_begins_with_fresh_weights(
+    store: Store, run: Run, engine: type[PretendedEngine], error: Exception, loads: int
+) -> None:
+    engine.during = at("denoise", 1, raising(error))
+    add(store), add(store)
+    run()
+    assert len(engine.born) == loads and store.counts()[State.COMPLETED] == 1
 
 
 def test_a_request_that_cannot_be_read_fails_and_harms_nobody(store: Store, run: Run) -> None:
@@ -260,8 +270,15 @@ def test_a_job_that_was_given_to_another_is_dropped_at_once(
         store.worker_lost(worker.id)
         stolen.append(store.claim("thief"))
 
-    engine.during = at("denoise", 2, steal)
+    told: list[int] = []
+
+    def during(it: PretendedEngine, event: Event, request: Request) -> None:
+        told.append(event.done)
+        steals.__func__(it, event, request)
+
+    steals, engine.during = at("denoise", 2, steal), staticmethod(during)
     run(beat_s=60.0)
+    assert told[-1] == 2, "it went on"
     seen = store.get(job.id)
     assert (seen.state, seen.worker, seen.attempts) == (State.IN_PROGRESS, "thief", 2)
     assert not list((data / "videos").iterdir())

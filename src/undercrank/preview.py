@@ -25,6 +25,8 @@ from undercrank.video import appears_whole, safe_stem
 
 EVERY_S = 0.5
 "The least time between two pictures."
+SHARE = 0.01
+"Of the host's time, at most so much goes into pictures: after a dear one the next waits longer."
 MAX_ROWS = 20_000
 "Latent pixels that the fit looks at."
 
@@ -82,32 +84,34 @@ class Previewer:
         *,
         grid_THW: tuple[int, int, int] | None = None,
         every_s: float = EVERY_S,
+        share: float = SHARE,
     ) -> None:
         """publish: takes the number of the step and a picture, H W 3 uint8, as large as the latents.
 
         grid_THW: the shape of latents that come packed as a sequence.
         """
         self.colours = colours
-        self._publish, self._grid, self._every_s = publish, grid_THW, every_s
+        self._publish, self._grid, self._every_s, self._share = publish, grid_THW, every_s, share
         self._latents: torch.Tensor | None = None
         self._maps: tuple[torch.Tensor, torch.Tensor] | None = None
         self._under_way: tuple[int, torch.Tensor, Any] | None = None
-        self._begun_at = -1e9
+        self._not_before = 0.0
 
     def see(self, rig: Rig, index: int, latents: torch.Tensor) -> None:
         """After step `index`. Latents of a shape that is not known here are passed over."""
         now_CTHW = as_CTHW(latents, _channels(rig), self._grid)
         before_CTHW, self._latents = self._latents, now_CTHW
         self._send()
-        is_time = time.monotonic() - self._begun_at >= self._every_s
-        if now_CTHW is None or self.colours is None or not is_time or self._under_way is not None:
+        begun = time.monotonic()
+        is_time = begun >= self._not_before and self._under_way is None
+        if now_CTHW is None or self.colours is None or not is_time:
             return
-        self._begun_at = time.monotonic()
         middle = now_CTHW.shape[1] // 2
         before_CHW = None if before_CTHW is None else before_CTHW[:, middle]
         latents_CHW = _denoised(rig, index, before_CHW, now_CTHW[:, middle])
         self._begin(index + 1, self._picture(latents_CHW, self.colours))
         self._send()
+        self._not_before = begun + max(self._every_s, (time.monotonic() - begun) / self._share)
 
     def learn(self, frames_FHWC: np.ndarray) -> Colours | None:
         """The colours of this model, if they were not known before and can be told from this clip."""
