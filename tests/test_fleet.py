@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from undercrank import fleet as fleet_module
-from undercrank.fleet import Fleet, housekeeping, workers
+from undercrank.fleet import Fleet, housekeeping, shares, workers
 from undercrank.jobs import State, Store, StoreUnavailable
 from undercrank.undo import swap_attr
 
@@ -51,6 +52,38 @@ def sleepers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(fleet_module.subprocess, "Popen", sleeping)
     return commands
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "expected"),
+    [
+        ("", 2, ["", ""]),
+        ("0", 1, ["0"]),
+        ("0123", 1, ["0123"]),
+        ("0123", 2, ["01", "23"]),
+        ("012", 2, ["0", "12"]),
+        ("01", 3, ["0", "1", "0"]),
+        ("0", 0, []),
+    ],
+)
+def test_gpus_are_shared_out_in_groups(gpus: str, count: int, expected: list[str]) -> None:
+    assert ["".join(share) for share in shares(tuple(gpus), count)] == expected
+
+
+def test_a_worker_sees_its_own_gpus(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def popen(command: list[str], **_: Any) -> Any:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return subprocess.Popen(["sleep", "600"])
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet_module, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=None))
+        fleet = Fleet(url, tmp_path, count=2, gpus=("4", "5", "GPU-6"))
+        fleet.look_after()
+    fleet.dismiss()
+    assert seen == ["4", "5,GPU-6"] and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_as_many_as_asked_for_run_and_none_is_left(url: str, tmp_path: Path, sleepers: list[list[str]]) -> None:

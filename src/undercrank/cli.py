@@ -378,6 +378,8 @@ def serve(
     data: DataFolder = None,
     db: Database = None,
     workers: Annotated[int, typer.Option("--workers", min=0, max=64, help="Processes that make clips.")] = 1,
+    resident: Annotated[int, typer.Option("--resident", min=1, help="Models held in memory at a time.")] = 1,
+    local_files_only: LocalOnly = False,
     allow_host: Annotated[list[str] | None, typer.Option("--allow-host", help="A name of this server.")] = None,
     keep_days: Annotated[float | None, typer.Option("--keep-days", min=0, help="Delete clips after so long.")] = None,
     max_jobs: MaxJobs = None,
@@ -394,8 +396,9 @@ def serve(
         typer.echo(server.openapi_text(), nl=False)
         return
     options = Options(
-        data=str(data or settings().data), db=db, host=host, port=port, workers=workers,
-        hosts=tuple(allow_host or ()), keep_days=keep_days, max_jobs=max_jobs, max_cost=max_work,
+        data=str(data or settings().data), db=db, host=host, port=port, workers=workers, resident=resident,
+        local_files_only=local_files_only, hosts=tuple(allow_host or ()), keep_days=keep_days, max_jobs=max_jobs,
+        max_cost=max_work,
     )  # fmt: skip
     server.serve(options, announce=typer.echo)
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,13 +32,16 @@ LONGEST_REST_S = 30.0
 
 
 @contextmanager
-def workers(url: str, data: Path, *, count: int = 1, options: Sequence[str] = ()) -> Iterator[Fleet]:
+def workers(
+    url: str, data: Path, *, count: int = 1, options: Sequence[str] = (), gpus: Sequence[str] = ()
+) -> Iterator[Fleet]:
     """Keep `count` worker processes running over this store and data folder; on leaving they hand back what they do.
 
-    options: more of `undercrank worker`'s, such as ("--device", "cuda:1"). A worker outlives a parent that is killed:
+    options: more of `undercrank worker`'s, such as ("--device", "cuda:1"). gpus: as CUDA_VISIBLE_DEVICES names them;
+    each worker sees its own share. A worker outlives a parent that is killed:
     it ends the job at hand, then itself.
     """
-    fleet = Fleet(url, data, count=count, options=options)
+    fleet = Fleet(url, data, count=count, options=options, gpus=gpus)
     try:
         with _every(0.2, fleet.look_after, name="fleet"):
             yield fleet
@@ -66,8 +69,11 @@ def housekeeping(
 
 
 class Fleet:
-    def __init__(self, url: str, data: Path, *, count: int, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, url: str, data: Path, *, count: int, options: Sequence[str] = (), gpus: Sequence[str] = ()
+    ) -> None:
         self._url, self._data, self._options = url, data, tuple(options)
+        self._shares = shares(gpus, count)
         self._posts = [_Post(slot) for slot in range(count)]
         self._store: Store | None = None
 
@@ -106,7 +112,7 @@ class Fleet:
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "undercrank.cli", "worker", "--data", str(self._data), "--slot", str(slot)]
         command += ["--parent", str(os.getpid()), *self._options]
-        with swap_env("UNDERCRANK_DB", self._url):  # not among the arguments, which anybody here can read
+        with swap_env("UNDERCRANK_DB", self._url), seeing(self._shares[slot]):  # anybody here can read arguments
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _report_lost(self, pid: int) -> None:
@@ -114,6 +120,20 @@ class Fleet:
         for worker in self._store.workers():
             if (worker.host, worker.pid) == (socket.gethostname(), pid):
                 self._store.worker_lost(worker.id)
+
+
+def shares(gpus: Sequence[str], count: int) -> list[Sequence[str]]:
+    """The GPUs of each of `count` workers: equal groups in order; more workers than GPUs take turns."""
+    if count < len(gpus):
+        return [gpus[len(gpus) * slot // count : len(gpus) * (slot + 1) // count] for slot in range(count)]
+    return [gpus[slot % len(gpus) :][:1] if gpus else () for slot in range(count)]
+
+
+@contextmanager
+def seeing(gpus: Sequence[str]) -> Iterator[None]:
+    """Processes that are started in this block see these GPUs only; none: whatever we see."""
+    with swap_env("CUDA_VISIBLE_DEVICES", ",".join(gpus)) if gpus else nullcontext():
+        yield
 
 
 class _Post:

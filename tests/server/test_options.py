@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from undercrank.jobs import Store
-from undercrank.records import BadInput
+from undercrank.records import BadInput, Device, Machine
+from undercrank.server import serve
 from undercrank.server.options import Options, make_folder, refuse_open_door
 
 
@@ -51,3 +52,25 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match="--data"):
         make_folder(tmp_path / "file" / "b")
+
+
+def test_what_is_for_the_workers_reaches_them() -> None:
+    assert Options(data="x").worker_options == ("--resident", "1")
+    options = Options(data="x", resident=2, local_files_only=True)
+    assert options.worker_options == ("--resident", "2", "--local-files-only")
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, ("0", "1")), ("3,7", ("3", "7")), ("GPU-a,GPU-b", ("GPU-a", "GPU-b"))]
+)
+def test_gpus_are_named_as_cuda_names_them(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: tuple[str, ...]
+) -> None:
+    two = Machine(
+        name="m", cpu_count=2, devices=(Device(kind="cuda"), Device(kind="cuda", index=1), Device(kind="cpu"))
+    )
+    monkeypatch.setattr(serve, "this_machine", lambda: two)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert serve.gpus() == expected

@@ -20,6 +20,9 @@ class Options(Record):
     port: int = 8200
     "0: any that is free."
     workers: int = 1
+    resident: int = 1
+    "Models that a worker holds in memory at a time."
+    local_files_only: bool = False
     hosts: tuple[str, ...] = ()
     "Names by which browsers may call this server, besides localhost and addresses."
     keep_days: float | None = None
@@ -35,6 +38,10 @@ class Options(Record):
     @property
     def db_url(self) -> str:
         return self.db or f"sqlite:///{self.folder / 'jobs.db'}"
+
+    @property
+    def worker_options(self) -> tuple[str, ...]:
+        return ("--resident", str(self.resident), *(("--local-files-only",) if self.local_files_only else ()))
 
     @property
     def limits(self) -> Limits:

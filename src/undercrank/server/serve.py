@@ -19,8 +19,10 @@ from tempfile import TemporaryDirectory
 
 from undercrank import fleet
 from undercrank.jobs import Store
+from undercrank.machine import this_machine
 from undercrank.records import BadInput, RunFailed
 from undercrank.server.options import Options, make_folder, refuse_open_door
+from undercrank.settings import settings
 
 LOOK_S = 0.1
 RESTS_S = (0.2, 1.0, 5.0, 15.0)
@@ -38,7 +40,9 @@ def serve(options: Options, *, announce: Callable[[str], None]) -> None:
         refuse_open_door(options, store)
         with (
             listening(options) as listener,
-            fleet.workers(options.db_url, options.folder, count=options.workers),
+            fleet.workers(
+                options.db_url, options.folder, count=options.workers, options=options.worker_options, gpus=gpus()
+            ),
             fleet.housekeeping(store, options.folder),
             answering(options, listener) as api,
         ):
@@ -48,11 +52,19 @@ def serve(options: Options, *, announce: Callable[[str], None]) -> None:
                 time.sleep(LOOK_S)
 
 
+def gpus() -> tuple[str, ...]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    count = sum(device.kind == "cuda" for device in this_machine().devices)
+    named = settings().visible_cuda
+    return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
+
+
 class Api:
     """The API process, started again when it ends."""
 
     def __init__(self, options: Options, listener: socket.socket) -> None:
         self._options, self._descriptor = options, listener.fileno()
+        self._share = fleet.shares(gpus(), max(1, options.workers))[0]
         self._started_at, self._start_at, self._ends = 0.0, 0.0, 0
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -66,9 +78,10 @@ class Api:
         """In a session of its own: Ctrl-C on the terminal is for us, and we tell it. The options hold a password."""
         self._started_at = time.monotonic()
         command = [sys.executable, "-m", "undercrank.server.process", str(self._descriptor)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=(self._descriptor,), start_new_session=True
-        )
+        with fleet.seeing(self._share):  # it plans for what a worker sees
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=(self._descriptor,), start_new_session=True
+            )
         assert self.process.stdin is not None
         with suppress(BrokenPipeError), self.process.stdin as stdin:  # it ended at once: the next look sees it
             stdin.write(self._options.to_json().encode())
