@@ -444,19 +444,22 @@ def test_an_answer_without_a_model_is_given_without_torch(arguments: tuple[str, 
     assert len(answer) > 5
 
 
+LIBRARIES = "import typer, psutil, pynvml, importlib.metadata"
+
+
 @pytest.mark.parametrize("arguments", QUICK, ids=" ".join)
-def test_an_answer_without_a_model_costs_less_than_a_third_of_a_second(arguments: tuple[str, ...]) -> None:
-    """Seconds of CPU, the best of five: a busy machine does not count."""
+def test_an_answer_without_a_model_costs_little_more_than_its_libraries(arguments: tuple[str, ...]) -> None:
+    """In seconds of CPU, beside the same machine's cost of importing the libraries: 0.3 s against 0.1 s when quiet."""
 
-    def cpu_seconds() -> float:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
+    def cpu_seconds(code: str, *given: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert python(code, *given).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    costs = []
+    seen = []
     for _ in range(5):
-        before = cpu_seconds()
-        assert python("import undercrank.cli as cli; cli.main()", *arguments).returncode == 0
-        costs.append(cpu_seconds() - before)
-        if costs[-1] < 0.3:
+        seen.append(cpu_seconds("import undercrank.cli as cli; cli.main()", *arguments) / cpu_seconds(LIBRARIES))
+        if seen[-1] < 3.5:
             return
-    pytest.fail(f"{' '.join(arguments)} cost {', '.join(f'{cost:.2f}' for cost in costs)} s of CPU")
+    pytest.fail(f"{' '.join(arguments)} cost {', '.join(f'{ratio:.1f}x' for ratio in seen)} of its libraries")
