@@ -549,6 +549,12 @@ class Store:
             query = sa.select(sa.func.count()).where(JOBS.c.state == State.QUEUED, before)
             return int(connection.execute(query).scalar_one())
 
+    def queue_positions(self) -> dict[str, int]:
+        """How many queued jobs come before it, for each that is queued."""
+        query = sa.select(JOBS.c.id).where(JOBS.c.state == State.QUEUED).order_by(JOBS.c.priority.desc(), JOBS.c.seq)
+        with self._reading() as connection:
+            return {row.id: position for position, row in enumerate(connection.execute(query))}
+
     def counts(self) -> dict[State, int]:
         """How many jobs there are in each state."""
         query = sa.select(JOBS.c.state, sa.func.count()).where(~JOBS.c.hidden).group_by(JOBS.c.state)

@@ -141,6 +141,18 @@ def test_a_browser_signs_in_and_out(client: TestClient, store: Store) -> None:
     assert client.get("/v1/videos").status_code == 401
 
 
+@pytest.mark.parametrize(("origin", "secure"), [(HERE, False), ("https://studio.example", True)])
+def test_a_cookie_that_came_over_tls_goes_over_tls_only(
+    studio: Studio, store: Store, origin: str, secure: bool
+) -> None:
+    studio.hosts = ("studio.example",)
+    secret = key(store, "ada")["authorization"].removeprefix("Bearer ")
+    with TestClient(make_app(studio), base_url=HERE) as client:
+        headers = {"origin": origin, "host": origin.partition("//")[2]}
+        cookie = client.post("/login", json={"key": secret}, headers=headers).headers["set-cookie"]
+    assert ("Secure" in cookie) is secure
+
+
 def test_a_wrong_key_signs_nobody_in(client: TestClient, store: Store) -> None:
     key(store, "ada")
     answer = client.post("/login", json={"key": "uc_0_0"})

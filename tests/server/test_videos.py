@@ -158,6 +158,14 @@ def test_a_clip_that_failed_tells_why_and_what_to_do(client: TestClient, ask: As
     assert video["error"] == {"code": "out_of_memory", "message": "memory ran out: 64x64 fits"}
 
 
+def test_those_that_wait_know_their_place(client: TestClient, ask: Ask, hand: Hand) -> None:
+    ids = [ask() for _ in range(3)]
+    hand.claims()
+    places = {video["id"]: video["queue_position"] for video in client.get("/v1/videos").json()["data"]}
+    assert [places[id] for id in ids] == [None, 0, 1]
+    assert [client.get(f"/v1/videos/{id}").json()["queue_position"] for id in ids] == [None, 0, 1]
+
+
 def test_the_list_goes_by_pages_newest_first(client: TestClient, ask: Ask) -> None:
     ids = [ask() for _ in range(5)]
     first = client.get("/v1/videos", params={"limit": 2}).json()

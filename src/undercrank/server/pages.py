@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from undercrank.server.auth import COOKIE, COOKIE_S, NotAllowed, check_key, sealed
 from undercrank.server.bodies import read_body
 from undercrank.server.schemas import Health, Login, read
-from undercrank.server.shown import as_video
+from undercrank.server.shown import as_videos
 from undercrank.server.studio import TheStudio, who_asks
 
 router = APIRouter(tags=["page"])
@@ -29,7 +29,7 @@ def index(http: HttpRequest, studio: TheStudio) -> Any:
         owner = who_asks(http, studio)
     except NotAllowed:
         return TEMPLATES.TemplateResponse(http, "index.html", {"signed_in": False, "videos": []})
-    videos = [as_video(studio, job) for job in studio.store.list(owner=owner.id).jobs]
+    videos = as_videos(studio, studio.store.list(owner=owner.id).jobs)
     return TEMPLATES.TemplateResponse(http, "index.html", {"signed_in": True, "videos": videos})
 
 
@@ -44,7 +44,7 @@ async def login(http: HttpRequest, studio: TheStudio, response: Response) -> Any
         max_age=COOKIE_S,
         httponly=True,
         samesite="strict",
-        secure=http.url.scheme == "https",
+        secure=http.headers.get("origin", "").startswith("https:"),  # also behind a proxy that speaks TLS for us
     )
     return Health()
 

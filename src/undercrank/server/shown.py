@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from undercrank.jobs import Job, State
@@ -11,7 +12,18 @@ from undercrank.server.schemas import Video, as_error, in_seconds
 from undercrank.server.studio import Studio
 
 
+def as_videos(studio: Studio, jobs: Sequence[Job]) -> list[Video]:
+    """A page of them, with one question about their places in line."""
+    is_waiting = any(job.state is State.QUEUED for job in jobs)
+    positions = studio.store.queue_positions() if is_waiting else {}
+    return [_video(studio, job, positions.get(job.id)) for job in jobs]
+
+
 def as_video(studio: Studio, job: Job) -> Video:
+    return _video(studio, job, studio.store.queue_position(job.id) if job.state is State.QUEUED else None)
+
+
+def _video(studio: Studio, job: Job, queue_position: int | None) -> Video:
     request = Request.from_dict(job.request)
     assert request.width and request.height and request.num_frames and request.fps
     assert request.num_inference_steps and request.guidance_scale is not None
@@ -44,7 +56,7 @@ def as_video(studio: Studio, job: Job) -> Video:
         fidelity=request.fidelity,
         stage="cancelling" if job.cancel_requested else job.stage,
         eta_s=job.eta_s,
-        queue_position=studio.store.queue_position(job.id) if job.state is State.QUEUED else None,
+        queue_position=queue_position,
         attempts=job.attempts,
         promise=(plan or {}).get("promise"),
         inference_time_s=_inference_s(trace),

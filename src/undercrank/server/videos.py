@@ -29,7 +29,7 @@ from undercrank.server.schemas import (
     as_request,
     read,
 )
-from undercrank.server.shown import as_video
+from undercrank.server.shown import as_video, as_videos
 from undercrank.server.studio import Studio, TheOwner, TheStudio
 
 router = APIRouter(tags=["videos"])
@@ -66,7 +66,7 @@ def list_videos(
 ) -> Any:
     """Your clips, newest first."""
     page = studio.store.list(owner=owner.id, after=after, limit=limit, order=order)
-    data = [as_video(studio, job) for job in page.jobs]
+    data = as_videos(studio, page.jobs)
     ids = [video.id for video in data]
     return VideoList(
         data=data, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=page.has_more
