@@ -28,6 +28,7 @@ class _Here(threading.local):
         self.branch: str | None = None
         self.where: Mapping[str, Any] = {}
         self.program: dict[str, Hashable] = {}
+        self.counted: dict[str, int] = {}
 
 
 class Rig:
@@ -105,8 +106,14 @@ class Rig:
         return self.pipe.scheduler
 
     def count(self, what: str, by: int = 1) -> None:
+        counted = self._here.counted
+        counted[what] = counted.get(what, 0) + by
         with self._counting:
             self.counters[what] = self.counters.get(what, 0) + by
+
+    def counted_here(self, what: str) -> int:
+        """What this thread has ever counted: for differences between two moments, whatever other threads count."""
+        return self._here.counted.get(what, 0)
 
     def remark(self, lever: str, text: str) -> None:
         self.remarks.append((lever, text))

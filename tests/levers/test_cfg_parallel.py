@@ -628,6 +628,19 @@ def mirrored():
     return HostSync()
 
 
+def skipping():
+    from undercrank.levers.step_cache import StepCache
+
+    return StepCache(cache="mask", mask="101101")
+
+
+def deciding():
+    """First Block Cache, which looks at data in each forward."""
+    from undercrank.levers.step_cache import StepCache
+
+    return StepCache(cache="fbcache", threshold=0.2)
+
+
 def trimmed():
     from undercrank.levers.text_trim import TextTrim
 
@@ -656,6 +669,51 @@ def test_levers_engage_on_the_replica_too_and_the_film_is_theirs_bit_for_bit(nam
         assert torch.equal(film(rig), theirs) and together(rig) == 3
         for lever in (ON, *on):
             assert lever.verify(rig, TRACE) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "levers"),
+    [
+        (WAN, (skipping,)),
+        (WAN, (deciding,)),
+        ("wan2.2-a14b", (skipping,)),
+        ("hunyuanvideo-1.5-480p", (trimmed, skipping, compiled, mirrored)),
+    ],
+)
+def test_each_branch_skips_what_it_would_skip_on_one_device(name: str, levers: tuple) -> None:
+    rig = rig_of(tiny_pipeline(name))
+    on = [make() for make in levers]
+    with contextlib.ExitStack() as alone:
+        for lever in on:
+            alone.enter_context(lever.engage(rig))
+        theirs, ran = film(rig, steps=6), dict(rig.executed)
+    assert any(False in run for run in ran.values()), "something was skipped"
+    with stacked(rig, *on):
+        assert torch.equal(film(rig, steps=6), theirs) and not together(rig)
+        for _ in range(3):
+            assert torch.equal(film(rig, steps=6), theirs) and together(rig) == 6
+            assert rig.executed == ran
+        for lever in (ON, *on):
+            assert lever.verify(rig, TRACE) == []
+
+
+def test_easycache_whose_first_branch_decides_for_the_second_is_refused(rig: Rig) -> None:
+    from undercrank.levers.step_cache import StepCache
+
+    with ON.engage(rig), pytest.raises(LeverRefused, match="easycache: the first branch decides"):
+        with StepCache(cache="easycache").engage(rig):
+            pass
+
+
+def test_step_cache_and_batched_branches_take_one_of_the_two() -> None:
+    from undercrank.levers.step_cache import StepCache
+
+    cog = case(gpu(0), gpu(1), family="cogvideox-2b", engaged=("step_cache",))
+    assert "turn that off" in str(CfgParallel().lacks(cog))
+    cog = case(gpu(0), gpu(1), family="cogvideox-2b", engaged=("cfg_parallel",))
+    assert "turn that off" in str(StepCache().lacks(cog))
+    wan = case(gpu(0), gpu(1), family=WAN, engaged=("cfg_parallel", "step_cache"))
+    assert StepCache().lacks(wan) is None and CfgParallel().lacks(wan) is None
 
 
 def test_only_one_thread_compiles_at_a_time() -> None:

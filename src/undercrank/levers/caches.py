@@ -102,14 +102,14 @@ FULLS, SKIPS = "step_cache.fulls", "step_cache.skips"
 def told(rig: Rig, programs: Programs, part: Part, branch: str, **program: Hashable) -> Iterator[None]:
     """A forward about which this is told; afterwards, what ran is noted. Its Python code need not have run: a recorded
     forward counts, at each replay, what was counted in the recording."""
-    before = [rig.counters.get(what, 0) for what in (FULLS, SKIPS)]
+    before = [rig.counted_here(what) for what in (FULLS, SKIPS)]
     rig.program.update({f"step_cache.{what}": value for what, value in program.items()})
     try:
         yield
     finally:
         for what in program:
             del rig.program[f"step_cache.{what}"]
-    fulls, skips = (rig.counters.get(what, 0) - old for what, old in zip((FULLS, SKIPS), before, strict=True))
+    fulls, skips = (rig.counted_here(what) - old for what, old in zip((FULLS, SKIPS), before, strict=True))
     if fulls or skips:
         programs.ran(part, branch, computed=fulls > 0)
 

@@ -89,7 +89,7 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class CfgParallel(Lever):
     name = "cfg_parallel"
     summary = "the two guidance branches of a step are computed at once, on two devices"
-    needs = Needs(conflicts=frozenset({"offload", "context_parallel", "cuda_graph", "step_cache"}))
+    needs = Needs(conflicts=frozenset({"offload", "context_parallel", "cuda_graph"}))
     only_measured = True
     only_identical = True
 
@@ -117,6 +117,8 @@ class CfgParallel(Lever):
         if pipeline not in NAMED | BY_TEXT | BATCHED:
             reason = WHY_NOT.get(pipeline, "how it computes its guidance branches is not known")
             return f"not for {pipeline}: {reason}"
+        if "step_cache" in case.engaged and pipeline not in NAMED:
+            return f"with step_cache, {pipeline} does not say which branch a forward is: turn that off"
         second = second_device(case, self.device)
         if second is None:
             have = ", ".join(device.torch_name for device in case.machine.devices)

@@ -160,14 +160,15 @@ def _forward_of(module: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def stacked(rig: Rig, cache: Cache) -> Iterator[None]:
-    """On: every denoiser of the rig asks the cache for its blocks. Off: it has its own lists again."""
+def stacked(rig: Rig, cache: Cache, beside: Cache) -> Iterator[None]:
+    """On: every denoiser of the rig asks the cache for its blocks, and every replica, which may be in its forward at
+    the same time, the one `beside` it. Off: they have their own lists again."""
+    names = [name for name in DENOISERS if getattr(rig.pipe, name, None) is not None]
+    parts = [(name, module, cache) for name, module in zip(names, rig.primaries, strict=True)]
+    parts += [(name, module, beside) for name, module in zip(names, rig.replicas, strict=False)]
     with ExitStack() as stack:
-        for name in DENOISERS:
-            module = getattr(rig.pipe, name, None)
-            if module is None:
-                continue
-            part = Part(rig, name, module, cache)
+        for name, module, its in parts:
+            part = Part(rig, name, module, its)
             for list_name, blocks in part.stacks.items():
                 stack.enter_context(swap_child(module, list_name, blocks))
             stack.enter_context(swap_attr(module, "forward", part.forward))

@@ -208,6 +208,12 @@ class StepCache(Lever):
             or (self.budget is not None and self.budget >= steps)
         )
 
+    def lacks(self, case: Case) -> str | None:
+        is_apart = case.family.branches != "batched" and case.family.branch_names
+        if "cfg_parallel" in case.engaged and not is_apart:
+            return f"with cfg_parallel, {case.family.title} does not say which branch a forward is: turn that off"
+        return None
+
     def doubt(self, case: Case) -> str | None:
         if case.num_inference_steps < MIN_STEPS:
             return f"{case.num_inference_steps} steps are few: each of fewer than {MIN_STEPS} matters"
@@ -286,24 +292,31 @@ def _skipping(rig: Rig, lever: StepCache) -> Iterator[None]:
             raise LeverRefused(f"{lever.knobs[0]}={lever.cache}: {reason}; leave it out with transformer_cache=off")
         yield
         return
+    if rig.replicas and lever.cache == "easycache":
+        raise LeverRefused(
+            "transformer_cache=easycache: the first branch decides for the second, and with cfg_parallel they are "
+            "computed at once: choose magcache, fbcache or a mask"
+        )
     programs = Programs(rig, lever.schedule)
-    cache = _cache(rig, lever, programs)
+    cache, beside = _cache(rig, lever, programs), _cache(rig, lever, programs)
 
     def start(total: int) -> None:
         cache.forget()
+        beside.forget()
         programs.start(total)
         if lever.cache == "mask":
             schedules.mask(lever.mask, total, programs.starts)
 
     def end(error: BaseException | None) -> None:
-        rig.count("step_cache.bytes", cache.residuals.held_bytes)
+        rig.count("step_cache.bytes", cache.residuals.held_bytes + beside.residuals.held_bytes)
         cache.forget()
+        beside.forget()
         programs.finish(error)
 
     with ExitStack() as stack:
         stack.enter_context(appended(rig.at_start, start))
         stack.enter_context(appended(rig.at_end, end))
-        stack.enter_context(stacked(rig, cache))
+        stack.enter_context(stacked(rig, cache, beside))
         yield
 
 
