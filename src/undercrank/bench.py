@@ -232,7 +232,6 @@ def as_row(comparison: Comparison, film: Film, lever: str) -> Measurement:
     return row_of(
         film.report,
         lever=lever,
-        setting=next(each.setting for each in film.report.plan.levers if each.name == lever),
         n=len(runs),
         step_ms=statistics.median(run.step_ms for run in runs),
         spread_ms=(max(r.step_ms for r in runs) - min(r.step_ms for r in runs)) / 2,

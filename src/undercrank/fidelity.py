@@ -286,7 +286,6 @@ def as_row(verdict: Verdict, takes: Sequence[Take], floors: Sequence[Floor], set
     return row_of(
         report,
         lever=verdict.lever,
-        setting=next(lever.setting for lever in report.plan.levers if lever.name == verdict.lever),
         n=len(takes),
         step_ms=statistics.median(step_ms),
         spread_ms=(max(step_ms) - min(step_ms)) / 2,

@@ -187,7 +187,6 @@ def _as_row(point: Point, reel: Reel) -> Measurement | None:
     return row_of(
         report,
         lever=apart[0].name,
-        setting=apart[0].setting,
         n=len(found.prompts) * len(found.seeds),
         step_ms=point.loop_s / point.steps * 1000,
         spread_ms=(high - low) / 2 / point.steps * 1000,
