@@ -269,6 +269,8 @@ class Router:
         self.rig, self.road = rig, road
         self.is_batched, self._is_named = batched, named
         self.pairs: list[Pair] = []
+        self.is_apart = False
+        "For measurements: replicas are kept and not used, so that both ways can be timed in turn."
         self.kinds = Kinds()
         self.lost: str | None = None
         "Why there is no replica any more; None: there is."
@@ -294,7 +296,7 @@ class Router:
     def begin_run(self, total: int) -> None:
         """Before each loop: is the replica still there, and still the same?"""
         self.end_run(None)
-        self._is_on = self.lost is None and all(self._is_same(pair) for pair in self.pairs)
+        self._is_on = not self.is_apart and self.lost is None and all(self._is_same(pair) for pair in self.pairs)
         if self.lost is not None:
             self.rig.count(f"cfg_parallel.lost: {self.lost}")
 

@@ -202,6 +202,8 @@ class Filled:
     device: str
     fill_s: float
     fill_bytes: int
+    router: Any
+    "`levers.branches.Router`"
 
 
 @contextmanager
@@ -271,7 +273,7 @@ def _fill(rig: Rig, router: Any) -> Filled:
         shortage = str(error).splitlines()[0][:200]
     if shortage is not None:  # out of the handler, whose traceback would keep half a replica
         raise LeverRefused(f"cfg_parallel: {no_room(str(there), free, needed)}: {shortage}")
-    return Filled(device=str(there), fill_s=time.perf_counter() - begun, fill_bytes=needed)
+    return Filled(device=str(there), fill_s=time.perf_counter() - begun, fill_bytes=needed, router=router)
 
 
 def _free_memory(device: Any) -> None:
