@@ -36,10 +36,16 @@ FLOORS = {
         "rig",
         "schedules",
         "ratios",
-        "database",
         "jobs",
-        "migrations",
-        "migrations.m0001_first",
+        "jobs.database",
+        "jobs.keys",
+        "jobs.migrations",
+        "jobs.migrations.m0001_first",
+        "jobs.nouns",
+        "jobs.outbox",
+        "jobs.queue",
+        "jobs.registry",
+        "jobs.watch",
     ),
     2: (
         "fleet",
@@ -132,7 +138,25 @@ FLOOR_OF = {
 SAME_FLOOR = {
     ("machine", "settings"),  # which GPUs are visible
     ("ledger", "settings"),  # where the user's rows are
-    ("jobs", "database"),  # the tables under the queue
+    ("jobs", "jobs.database"),  # the parts of the store
+    ("jobs", "jobs.keys"),
+    ("jobs", "jobs.nouns"),
+    ("jobs", "jobs.outbox"),
+    ("jobs", "jobs.queue"),
+    ("jobs", "jobs.registry"),
+    ("jobs", "jobs.watch"),
+    ("jobs.database", "jobs.nouns"),
+    ("jobs.database", "jobs.watch"),
+    ("jobs.keys", "jobs.database"),
+    ("jobs.keys", "jobs.nouns"),
+    ("jobs.outbox", "jobs.database"),
+    ("jobs.outbox", "jobs.nouns"),
+    ("jobs.queue", "jobs.database"),
+    ("jobs.queue", "jobs.nouns"),
+    ("jobs.queue", "jobs.outbox"),
+    ("jobs.queue", "jobs.watch"),
+    ("jobs.registry", "jobs.database"),
+    ("jobs.registry", "jobs.nouns"),
     ("fleet", "shelf"),  # files of deleted jobs
     ("fleet", "webhooks"),  # messages to them are a part of the housekeeping
     ("ledger", "ratios"),  # which checkpoints were measured here
@@ -224,8 +248,15 @@ DOORS = {
     "rich": {"screen"},
     "typer": {"cli"},
     "huggingface_hub": {"sources"},
-    "sqlalchemy": {"database", "jobs", "migrations.m0001_first"},
-    "alembic": {"database", "migrations.m0001_first"},
+    "sqlalchemy": {
+        "jobs.database",
+        "jobs.keys",
+        "jobs.outbox",
+        "jobs.queue",
+        "jobs.registry",
+        "jobs.migrations.m0001_first",
+    },
+    "alembic": {"jobs.database", "jobs.migrations.m0001_first"},
     "flip_evaluator": {"quality"},
     "imageio_ffmpeg": {"quality"},
     "fastapi": {step for step in STEPS if step.startswith("server.")},

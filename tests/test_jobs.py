@@ -21,7 +21,6 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from tests.databases import new_postgres_database, postgres_server
-from undercrank.database import METADATA, migrate
 from undercrank.jobs import (
     Claim,
     Clock,
@@ -38,6 +37,7 @@ from undercrank.jobs import (
     StoreUnavailable,
     Watch,
 )
+from undercrank.jobs.database import METADATA, migrate
 from undercrank.records import BadInput
 
 NUMBERS = itertools.count(1)
@@ -513,7 +513,7 @@ def test_a_message_comes_again_until_it_is_delivered_or_given_up(url: str) -> No
     with Store.open(url, now=lambda: now[0]) as store:
         hook = store.add_webhook(owner="ann", url="https://example.org/x", secret="whsec_eA==")
         store.cancel(add(store).id)
-        for attempt, wait_s in enumerate((5, 60, 600), start=1):
+        for attempt, wait_s in enumerate((5, 60, 600, 7200), start=1):
             delivery = store.next_delivery(retry_s=(5, 60, 600))
             assert delivery and delivery.attempts == attempt
             store.not_delivered(delivery.id, "refused")

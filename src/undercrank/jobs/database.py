@@ -1,13 +1,13 @@
-"""The database under `jobs`: its tables, how it is opened, how its schema is brought up to date.
+"""The database under the store: its tables, how it is opened, how its schema is brought up to date.
 
-SQLite in WAL mode, or PostgreSQL, by URL. SQLAlchemy and alembic come in here and in `jobs`.
+SQLite in WAL mode, or PostgreSQL, by URL.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -18,26 +18,9 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from undercrank.records import BadInput, NotFound, UndercrankError
-
-# --------------------------------------------------------------------------- errors
-
-
-class StoreUnavailable(UndercrankError):
-    """The database does not answer: it was locked for longer than `busy_s`, or it is gone. Try again later."""
-
-    exit_code = 5
-    http_status = 503
-    code = "store_unavailable"
-
-
-class SchemaTooNew(UndercrankError):
-    """A newer undercrank has been here; this one would not understand what it reads."""
-
-    exit_code = 5
-    http_status = 503
-    code = "schema_too_new"
-
+from undercrank.jobs.nouns import SchemaTooNew, StoreUnavailable
+from undercrank.jobs.watch import Clock
+from undercrank.records import BadInput, NotFound
 
 # --------------------------------------------------------------------------- tables
 
@@ -165,7 +148,39 @@ OUTBOX = sa.Table(
 )
 
 
-# --------------------------------------------------------------------------- database
+# --------------------------------------------------------------------------- an open database
+
+
+class Database:
+    """An open database, and the two ways to use it. The parts of the store derive from it."""
+
+    def __init__(self, engine: sa.Engine, *, keep_s: float | None = None, now: Callable[[], float] | None = None):
+        self._engine = engine
+        self._keep_s = keep_s
+        self._now = now or Clock()
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def check(self) -> None:
+        """Raise StoreUnavailable if nothing can be written now. Writes nothing."""
+        with self._writing() as connection:
+            connection.execute(sa.update(COUNTERS).where(COUNTERS.c.name == "no such").values(value=0))
+
+    @contextmanager
+    def _reading(self) -> Iterator[sa.Connection]:
+        with store_errors(), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[sa.Connection]:
+        with store_errors(), self._engine.connect() as connection:
+            connection = connection.execution_options(writes=True)
+            with connection.begin():
+                yield connection
+
+
+# --------------------------------------------------------------------------- how it is opened
 
 
 @contextmanager
@@ -187,7 +202,7 @@ def connect(url: str, busy_s: float) -> sa.Engine:
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
-        raise BadInput(f"{url[:60]!r} is no database URL: {_URLS}", field="db") from error
+        raise BadInput(f"this is no database URL: {_URLS}", field="db") from error
     if parsed.drivername == "sqlite":
         return _sqlite(parsed, busy_s)
     if parsed.drivername == "postgresql+psycopg":
@@ -246,7 +261,7 @@ def _json(value: Any) -> str:
 def migrate(connection: sa.Connection) -> None:
     """Run the migrations that this database lacks. A revision that we do not know was made by a newer undercrank."""
     one_at_a_time(connection, "schema")
-    folder = str(resources.files("undercrank") / "migrations")
+    folder = str(resources.files("undercrank") / "jobs" / "migrations")
     script = ScriptDirectory(folder, version_locations=[folder])
     known = {revision.revision for revision in script.walk_revisions()}
     context = MigrationContext.configure(connection)
