@@ -73,6 +73,9 @@ class Knobs(_Strict):
         None, description="Step cache: the error it may make before a step is computed again."
     )
     transformer_cache_budget: Setting | None = Field(None, description="Step cache: how many steps to compute.")
+    transformer_cache_retention: Setting | None = Field(
+        None, description="Step cache: the share of steps at the start that are all computed."
+    )
     transformer_cache_mask: Setting | None = Field(
         None, description="Step cache: which steps to compute, as ones and zeros."
     )

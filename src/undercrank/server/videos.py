@@ -179,7 +179,7 @@ def enqueue(
     studio: Studio, owner: Owner, asked: Asked, idempotency_key: str | None, *, remixed_from: str | None = None
 ) -> Job:
     """Store it with every gap filled, but for the seed, which the store draws, and the dtype, which is its worker's."""
-    request = replace(asked.plan.request, seed=asked.request.seed, dtype=asked.request.dtype)
+    request = replace(asked.plan.request, dtype=asked.request.dtype)
     job, _ = studio.store.enqueue(
         owner=owner.id,
         model=request.model,
