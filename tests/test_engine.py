@@ -64,14 +64,6 @@ def test_a_clip_has_the_asked_shape_and_its_whole_story(engine, request_):
     assert Report.from_json(report.to_json(), levers=ORDER) == report
 
 
-def test_a_film_that_is_black_or_stands_still_is_told_of(engine, request_, monkeypatch):
-    assert not any("look at the film" in note for note in engine.generate(request_).report.notes)
-    monkeypatch.setattr(engine_module.video, "as_uint8", lambda frames: np.zeros((5, 32, 32, 3), np.uint8))
-    notes = engine.generate(request_).report.notes
-    assert "look at the film: black: frames 1-5" in notes
-    assert "look at the film: frozen (equal to the one before): frames 2-5" in notes
-
-
 def test_the_same_seed_makes_the_same_film_and_another_seed_another(engine, request_):
     first, again = engine.generate(request_), engine.generate(request_)
     other = engine.generate(dataclasses.replace(request_, seed=8))
@@ -272,23 +264,6 @@ def test_a_cancel_stops_within_one_step_and_the_next_run_is_right(engine, reques
         engine.generate(dataclasses.replace(request_, num_inference_steps=9), listener=listener)
     assert seen[-1] == ("denoise", 2)
     assert engine.generate(request_).report.frames_hash == good
-
-
-def test_a_model_prepared_ahead_needs_no_load_for_its_first_clip(engine, request_):
-    stages = []
-    plan = engine.prepare(request_, listener=lambda event: stages.append(event.stage))
-    assert set(stages) == {"load"} and engine.rig is not None
-    stages.clear()
-    clip = engine.generate(request_, listener=lambda event: stages.append(event.stage))
-    assert "load" not in stages and clip.report.plan.load == plan.load
-
-
-def test_the_latents_of_each_step_can_be_seen(engine, request_):
-    seen = []
-    clip = engine.generate(request_, on_latents=lambda rig, index, latents: seen.append((rig, index, latents.shape)))
-    assert [(rig, index) for rig, index, _ in seen] == [(engine.rig, index) for index in range(3)]
-    assert {shape for *_, shape in seen} == {(1, 16, 2, 4, 4)}
-    assert clip.report.frames_hash == engine.generate(request_).report.frames_hash
 
 
 def test_a_cancel_while_loading_leaves_nothing(request_):

@@ -120,6 +120,7 @@ FLOORS = {
         "server.events",
         "server.videos",
         "server.models",
+        "server.insight",
         "server.health",
         "server.pages",
         "server.openapi",

@@ -29,7 +29,6 @@ from undercrank.ledger import Ledger, read_ledger
 from undercrank.load import Loaded, load
 from undercrank.machine import this_machine
 from undercrank.planner import Live, case_of, check_wishes, fitting, make_plan, refuse_if_too_big
-from undercrank.quality import as_FCHW, faults
 from undercrank.records import (
     BadInput,
     Cancelled,
@@ -221,11 +220,7 @@ class Engine:
             receipts=receipts,
             trace=trace,
             frames_hash=video.frames_hash(frames_FHWC),
-            notes=(
-                *notes,
-                *(f"look at the film: {fault}" for fault in faults(as_FCHW(frames_FHWC))),
-                *(f"{r.lever}: {text}" for r in receipts for text in (*r.complaints, *r.remarks)),
-            ),
+            notes=notes + tuple(f"{r.lever}: {text}" for r in receipts for text in (*r.complaints, *r.remarks)),
         )
         assert plan.request.fps is not None
         return Clip(frames_FHWC=frames_FHWC, fps=plan.request.fps, report=report)
@@ -576,19 +571,19 @@ class Run:
 
 @contextmanager
 def accelerate(
-    pipe: Any, fidelity: str | Fidelity = Fidelity.FAITHFUL, *, listener: Listener = ignore, **levers: str | float
+    pipe: Any, fidelity: str | Fidelity = Fidelity.FAITHFUL, *, listener: Listener = ignore, **levers: str
 ) -> Iterator[Run]:
     """Run a diffusers pipeline faster: `with undercrank.accelerate(pipe) as run: pipe(...)`.
 
     The pipeline is called as always; each call is planned from its own arguments. On leaving, the pipeline is
     what the same calls on the stock pipeline would have left. Blocks nest: the inner one's words hold inside it.
 
-    levers: knob=value ("auto", "off", "on" or a setting, which may be a number). Raises BadInput for an unknown knob,
-    LeverRefused (at the call) for a lever that cannot be honoured.
+    levers: knob=value ("auto", "off", "on" or a setting). Raises BadInput for an unknown knob, LeverRefused (at
+    the call) for a lever that cannot be honoured.
     """
     if not all(hasattr(pipe, name) for name in ("progress_bar", "components", "scheduler", "_execution_device")):
         raise BadInput(f"accelerate takes a loaded diffusers pipeline, not {type(pipe).__name__}", field="pipe")
-    word, wishes = Fidelity.of(fidelity), tuple((knob, str(value)) for knob, value in levers.items())
+    word, wishes = Fidelity.of(fidelity), tuple(levers.items())
     check_wishes(wishes)  # an unknown knob is refused here, not at the first call
     with ExitStack() as stack:
         with _HOLDING:

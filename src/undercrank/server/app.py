@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from undercrank import __version__
 from undercrank.jobs import StoreUnavailable
 from undercrank.records import BadInput, UndercrankError
-from undercrank.server import health, models, pages, videos
+from undercrank.server import health, insight, models, pages, videos
 from undercrank.server.doors import Doors, answer, problem
 from undercrank.server.logs import Told, log
 from undercrank.server.openapi import describe
@@ -38,7 +38,7 @@ def make_app(studio: Studio) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.studio = studio
-    for part in (videos, models, health, pages):
+    for part in (videos, models, insight, health, pages):
         app.include_router(part.router)
     app.mount("/static", StaticFiles(directory=pages.STATIC), name="static")
     app.add_exception_handler(UndercrankError, _foreseen)

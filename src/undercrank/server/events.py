@@ -14,7 +14,7 @@ from fastapi import Header
 from fastapi.sse import ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
-from undercrank.jobs import ENDED, JobEvent, NoSuchJob
+from undercrank.jobs import ENDED, LIVE, JobEvent, NoSuchJob
 from undercrank.records import BadInput, UndercrankError
 from undercrank.server.studio import Studio
 
@@ -67,6 +67,13 @@ def _look(studio: Studio, job_id: str, after: int) -> tuple[tuple[JobEvent, ...]
     except NoSuchJob:
         is_over = True
     return studio.store.events_after(after, job_id=job_id), is_over
+
+
+def before_the_living(studio: Studio, owner: str) -> int | None:
+    """The event before the first one of the owner's oldest job that is not over; None where all are."""
+    oldest = studio.store.list(owner=owner, states=LIVE, order="asc", limit=1).jobs
+    first = studio.store.events_after(job_id=oldest[0].id, limit=1) if oldest else ()
+    return first[0].id - 1 if first else None
 
 
 async def of_owner(studio: Studio, owner: str, after: int | None) -> AsyncIterator[ServerSentEvent]:

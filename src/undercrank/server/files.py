@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
 from undercrank.jobs import Job, State
 from undercrank.records import UndercrankError
@@ -25,6 +25,7 @@ MEDIA = {
 CONTENT = {
     "responses": {
         "200": {"content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in MEDIA.values()}},
+        "204": {"description": "The preview of a clip in the making that has no picture yet."},
         "206": {"description": "The range that was asked for."},
     }
 }
@@ -50,11 +51,10 @@ def variants_of(studio: Studio, job: Job) -> list[str]:
     return [name for name in (job.result or {}).get("files", {})]
 
 
-def response(studio: Studio, job: Job, variant: str) -> FileResponse:
+def response(studio: Studio, job: Job, variant: str) -> Response:
     """Raises NotYet, NoFile."""
-    live = live_picture(studio.folder, job)
-    if variant == "preview" and job.state is State.IN_PROGRESS and live.is_file():
-        return FileResponse(live, media_type=MEDIA[live.suffix], headers={"cache-control": NOT_AT_ALL})
+    if variant == "preview" and job.state is State.IN_PROGRESS:
+        return live_look(studio, job)
     if job.state is not State.COMPLETED:
         raise NotYet(f"{job.id} is {job.state.value}: there is a file once it is completed")
     name = (job.result or {}).get("files", {}).get(variant)
@@ -71,6 +71,16 @@ def response(studio: Studio, job: Job, variant: str) -> FileResponse:
         content_disposition_type="inline",
         headers={"cache-control": FOR_EVER},
     )
+
+
+def live_look(studio: Studio, job: Job) -> Response:
+    """The newest picture of a clip in the making; 204 while there is none. It may go at any moment: read at once."""
+    live = live_picture(studio.folder, job)
+    try:
+        picture = live.read_bytes()
+    except FileNotFoundError:
+        return Response(status_code=204, headers={"cache-control": NOT_AT_ALL})
+    return Response(picture, media_type=MEDIA[live.suffix], headers={"cache-control": NOT_AT_ALL})
 
 
 def inside(folder: Path, name: str) -> Path | None:

@@ -11,26 +11,48 @@ from fastapi.templating import Jinja2Templates
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 
-from undercrank.server.auth import COOKIE, COOKIE_S, NotAllowed, check_key, sealed
+from undercrank.records import Fidelity
+from undercrank.server.auth import COOKIE, COOKIE_S, LOCAL, NotAllowed, check_key, sealed
 from undercrank.server.bodies import read_body
 from undercrank.server.schemas import Health, Login, read
-from undercrank.server.shown import as_videos
-from undercrank.server.studio import TheStudio, who_asks
+from undercrank.server.studio import Studio, TheStudio, who_asks
 
 router = APIRouter(tags=["page"])
 PAGE = Path(__file__).parent / "page"
 STATIC = PAGE / "static"
 TEMPLATES = Jinja2Templates(directory=PAGE / "templates")
 
+WORDS = {
+    Fidelity.EXACT: "Bit for bit the film of the stock pipeline.",
+    Fidelity.FAITHFUL: "The same film, up to the model's own rounding noise.",
+    Fidelity.QUALITY: "Also levers whose distance was measured and is meant to be hardly visible.",
+    Fidelity.BALANCED: "Faster. A difference can be seen, and its distance is stated.",
+    Fidelity.FAST: "Fastest. A plain difference, and its distance is stated.",
+}
+
 
 @router.get("/", response_class=HTMLResponse, include_in_schema=False)
 def index(http: HttpRequest, studio: TheStudio) -> Any:
+    return page(http, studio, "studio", fidelity=WORDS, default=Fidelity.FAITHFUL)
+
+
+@router.get("/compare", response_class=HTMLResponse, include_in_schema=False)
+def compare(http: HttpRequest, studio: TheStudio) -> Any:
+    return page(http, studio, "compare")
+
+
+@router.get("/ledger", response_class=HTMLResponse, include_in_schema=False)
+def ledger(http: HttpRequest, studio: TheStudio) -> Any:
+    return page(http, studio, "ledger")
+
+
+def page(http: HttpRequest, studio: Studio, name: str, **context: Any) -> Any:
+    """That page, or the one that asks for a key. It holds no clip: its scripts fetch what its owner may see."""
     try:
-        owner = who_asks(http, studio)
+        owner = who_asks(http, studio).id
     except NotAllowed:
-        return TEMPLATES.TemplateResponse(http, "index.html", {"signed_in": False, "videos": []})
-    videos = as_videos(studio, studio.store.list(owner=owner.id).jobs)
-    return TEMPLATES.TemplateResponse(http, "index.html", {"signed_in": True, "videos": videos})
+        name, owner = "login", None
+    return TEMPLATES.TemplateResponse(http, f"{name}.html", {"here": name, "owner": owner, "local": LOCAL, **context})
 
 
 @router.post("/login", response_model=Health, openapi_extra={"x-body": "Login"})

@@ -415,6 +415,43 @@ class LeverList(BaseModel):
     data: list[LeverCard]
 
 
+class LedgerRows(BaseModel):
+    """Measured rows, oldest first, and the metrics that their distances are in."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
+
+
+class DistanceCard(BaseModel):
+    """One distance between two clips, and what it means."""
+
+    metric: str
+    title: str
+    unit: str
+    closer: str = Field(description="lower or higher: which value means the nearer film.")
+    value: float | None = Field(description="null: not computed, and `note` says why.")
+    worst: float | None = None
+    note: str = ""
+    sees: str = ""
+    blind: str = ""
+    floor: float | None = Field(None, description="The same metric between runs that differ by rounding alone.")
+    inside_floor: bool | None = None
+
+
+class Comparison(BaseModel):
+    """How far clip B is from clip A."""
+
+    object: Literal["comparison"] = "comparison"
+    a: str
+    b: str
+    identical: bool | None = Field(description="Every bit of every frame; null: not known.")
+    basis: str = Field(description="What was looked at, or why there are no distances.")
+    distances: list[DistanceCard]
+    faults: list[str]
+    floor_note: str
+
+
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
 

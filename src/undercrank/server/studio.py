@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from undercrank.jobs import Limits, Store, Watch
 from undercrank.ledger import Ledger, read_ledger
 from undercrank.machine import this_machine
 from undercrank.planner import load_spec, make_plan, refuse_if_too_big
-from undercrank.records import Machine, Plan, Request
+from undercrank.records import FidelityReport, Machine, Plan, Request
 from undercrank.server.auth import Owner, owner_of
 from undercrank.server.meters import Meters
 from undercrank.server.pictures import remove_unused
@@ -44,6 +45,9 @@ class Studio:
     "Over the hearts of workers."
     meters: Meters = field(init=False)
     _known: tuple[float, Machine, Ledger] | None = None
+    comparing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    "Held while two films are compared: one pair at a time."
+    compared: dict[tuple[Path, Path], FidelityReport] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.store, self.watch)

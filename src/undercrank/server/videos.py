@@ -132,9 +132,21 @@ async def follow(
         yield event
 
 
+def where_owner_goes_on(
+    studio: TheStudio,
+    owner: TheOwner,
+    last: Annotated[int | None, Depends(events.number_of_header)],
+    since: Annotated[
+        Literal["now", "living"],
+        Query(description="living: begin where the oldest clip that is not over was asked for."),
+    ] = "now",
+) -> int | None:
+    return events.before_the_living(studio, owner.id) if last is None and since == "living" else last
+
+
 @router.get("/v1/events", response_class=EventSourceResponse)
 async def follow_all(
-    studio: TheStudio, owner: TheOwner, after: Annotated[int | None, Depends(events.number_of_header)]
+    studio: TheStudio, owner: TheOwner, after: Annotated[int | None, Depends(where_owner_goes_on)]
 ) -> AsyncIterator[ServerSentEvent]:
     """All that happens to your clips from now on, or from behind `Last-Event-ID`, without end."""
     async for event in events.of_owner(studio, owner.id, after):
