@@ -109,17 +109,15 @@ def verify(
     films = films_of(plan.request, tuple(prompts) or prompts_for(family, 2), tuple(seeds))
     set_up = replace(plan.request, prompt=set_up_prompt(family), seed=SET_UP_SEED)
     refuse_overlap(films, set_up)
-    found = [
-        _verify_at(engine, request, plan, levers, count, films, set_up, names, tell)
-        for count, levers in _by_steps(plan, steps).items()
-    ]
+    session = _Session(engine=engine, request=request, plan=plan, films=films, set_up=set_up, names=names, tell=tell)
+    studies = tuple(session.study(levers, count) for count, levers in _by_steps(plan, steps).items())
     return Verification(
         family=plan.load.family,
         dtype=plan.load.dtype,
         device=plan.load.device,
         prompts=tuple(dict.fromkeys(film.prompt for film in films)),
         seeds=tuple(dict.fromkeys(int(film.seed or 0) for film in films)),
-        studies=tuple(found),
+        studies=studies,
     )
 
 
@@ -133,33 +131,56 @@ def _by_steps(plan: Plan, few: int) -> dict[int, list[Lever]]:
     return groups
 
 
-def _verify_at(
-    engine: Engine,
-    request: Request,
-    plan: Plan,
-    levers: Sequence[Lever],
-    steps: int,
-    films: Sequence[Request],
-    set_up: Request,
-    names: Sequence[str] | None,
-    tell: Tell,
-) -> Study:
-    """These levers, one at a time, in runs of so many steps, beside the floor of those runs."""
-    films = [replace(film, num_inference_steps=steps) for film in films]
-    set_up = replace(set_up, num_inference_steps=steps)
-    engine.generate(stock(set_up))  # kernels are chosen in the first run
-    references = []
-    for number, film in enumerate(films, start=1):
-        tell(f"no lever: film {number} of {len(films)}, {steps} steps")
-        references.append(take(engine, stock(film)))
-    tried = [_try(engine, lever, request, films, set_up, references, names, tell) for lever in levers]
-    floors = measure_floors(engine, references, names=names, device=_device(engine), tell=tell)
-    verdicts, rows = [], []
-    for lever, (takes, reports, why) in zip(levers, tried, strict=True):
-        verdict = judge(lever.name, _promise_of(lever, plan), references, takes, reports, floors, why)
-        verdicts.append(verdict)
-        rows += [as_row(verdict, takes, floors, set_up)] if takes else []
-    return Study(steps=steps, verdicts=tuple(verdicts), floors=floors, rows=tuple(rows))
+@dataclass(frozen=True, kw_only=True)
+class _Session:
+    """What all films of a verification have in common."""
+
+    engine: Engine
+    request: Request
+    "As it was asked, with its wishes."
+    plan: Plan
+    films: Sequence[Request]
+    set_up: Request
+    names: Sequence[str] | None
+    tell: Tell
+
+    def study(self, levers: Sequence[Lever], steps: int) -> Study:
+        """These levers, one at a time, in runs of so many steps, beside the floor of those runs."""
+        self.engine.generate(stock(replace(self.set_up, num_inference_steps=steps)))  # kernels are chosen here
+        references = self._takes("no lever", stock(self.request).wishes, steps)
+        tried = [self._alone(lever, steps) for lever in levers]
+        device = _device(self.engine)
+        reports = [
+            [compare_takes(x, y, names=self.names, device=device) for x, y in zip(references, takes, strict=True)]
+            if takes
+            else []
+            for takes, _ in tried
+        ]
+        floors = measure_floors(self.engine, references, names=self.names, device=device, tell=self.tell)
+        verdicts, rows = [], []
+        for lever, (takes, why), compared in zip(levers, tried, reports, strict=True):
+            verdict = judge(lever.name, _promise_of(lever, self.plan), references, takes, compared, floors, why)
+            verdicts.append(verdict)
+            rows += [as_row(verdict, takes, floors, self.set_up)] if takes else []
+        return Study(steps=steps, verdicts=tuple(verdicts), floors=floors, rows=tuple(rows))
+
+    def _alone(self, lever: Lever, steps: int) -> tuple[list[Take], str]:
+        """The films with this lever and no other; or why it is off when it is alone."""
+        wishes = only(lever.name, self.request).wishes
+        warm_up = replace(self.set_up, wishes=wishes, num_inference_steps=steps)
+        plan = self.engine.plan(warm_up)
+        if lever.name not in [each.name for each in plan.levers]:
+            reason = next(decision.reason for decision in plan.decisions if decision.lever == lever.name)
+            return [], f"off when it is the only one: {reason}"
+        self.engine.generate(warm_up)
+        return self._takes(lever.name, wishes, steps), ""
+
+    def _takes(self, name: str, wishes: tuple[tuple[str, str], ...], steps: int) -> list[Take]:
+        takes = []
+        for number, film in enumerate(self.films, start=1):
+            self.tell(f"{name}: film {number} of {len(self.films)}, {steps} steps")
+            takes.append(take(self.engine, replace(film, wishes=wishes, num_inference_steps=steps)))
+        return takes
 
 
 def films_of(request: Request, prompts: Sequence[str], seeds: Sequence[int]) -> list[Request]:
@@ -186,33 +207,6 @@ def only(lever: str, request: Request) -> Request:
     wishes = tuple((knob, value) for knob, value in request.wishes if knob in knobs)
     off = tuple((main_knob(cls), "off") for cls in ORDER if cls is not own)
     return replace(request, wishes=(*wishes, *off))
-
-
-def _try(
-    engine: Engine,
-    lever: Lever,
-    request: Request,
-    films: Sequence[Request],
-    warm_up: Request,
-    references: Sequence[Take],
-    names: Sequence[str] | None,
-    tell: Tell,
-) -> tuple[list[Take], list[FidelityReport], str]:
-    """The films with this lever alone, each beside its reference; or why it is off when alone."""
-    asked = only(lever.name, request)
-    alone = replace(warm_up, wishes=asked.wishes)
-    plan = engine.plan(alone)
-    if lever.name not in [each.name for each in plan.levers]:
-        reason = next(decision.reason for decision in plan.decisions if decision.lever == lever.name)
-        return [], [], f"off when it is the only one: {reason}"
-    engine.generate(alone)
-    takes = []
-    for number, film in enumerate(films, start=1):
-        tell(f"{lever.name}: film {number} of {len(films)}")
-        takes.append(take(engine, replace(film, wishes=asked.wishes)))
-    device = _device(engine)
-    reports = [compare_takes(x, y, names=names, device=device) for x, y in zip(references, takes, strict=True)]
-    return takes, reports, ""
 
 
 # --------------------------------------------------------------------------- judged
