@@ -738,6 +738,7 @@ def test_accelerate_takes_a_device_by_name_and_gives_the_pipeline_back_as_it_was
             assert torch.equal(pipe(**tiny_inputs(pipe, steps=3))[0], stock)
         assert run.plan is not None and run.plan.promise is Promise.EXACT
         assert run.rig.counters["cfg_parallel.together"] == 3
+        assert "on cpu" in run.receipts[0].remarks[0] and "3 of 3 steps had both at once" in run.receipts[0].remarks[0]
         assert [receipt.complaints for receipt in run.receipts] == [()]
         pipe(**tiny_inputs(pipe, steps=3, guidance_scale=1.0))
         before["pipe._guidance_scale"] = 1.0

@@ -63,6 +63,7 @@ class Road:
     def __init__(self, here: torch.device, there: torch.device) -> None:
         self.here, self.there = here, there
         self.stream = torch.cuda.Stream(there) if there.type == "cuda" else None
+        self._ahead = here.type == there.type == "cuda"  # elsewhere a copy that nobody waits for may be read too soon
 
     def send(self, value: Any) -> Any:
         """The same arguments over there; what is computed there from now on waits for what was asked of `here`."""
@@ -74,7 +75,7 @@ class Road:
     def fetch(self, value: Any) -> Any:
         """The same results over here."""
         with self._over_there():
-            back = tree_map(lambda x: x.to(self.here, non_blocking=True) if _is_tensor(x) else x, value)
+            back = tree_map(lambda x: x.to(self.here, non_blocking=self._ahead) if _is_tensor(x) else x, value)
         self._meet()
         return back
 
@@ -82,7 +83,7 @@ class Road:
         """Write results over there into tensors over here, which were handed out before there was anything in them."""
         with self._over_there():
             for target, source in zip(empty, found, strict=True):
-                target.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=self._ahead)
         self._meet()
 
     def work(self) -> Any:
@@ -97,7 +98,9 @@ class Road:
             torch.cuda.current_stream(self.here).wait_stream(self.stream)
 
     def _sent(self, value: Any) -> Any:
-        return value.to(self.there, non_blocking=True) if _is_tensor(value) and value.device == self.here else value
+        return (
+            value.to(self.there, non_blocking=self._ahead) if _is_tensor(value) and value.device == self.here else value
+        )
 
 
 def _is_tensor(value: Any) -> bool:
@@ -309,10 +312,20 @@ class Router:
                 self._settled.move_to_end(kind)
             while len(self._settled) > SETTLED:
                 self._settled.popitem(last=False)
+            self._tell()
         self._is_on, self.alone, self._texts = False, None, ()
         self._met.clear()
         self._sent.clear()
         self.kinds.forget()
+
+    def _tell(self) -> None:
+        """For the record: how much of the run was shared out."""
+        seen = self.rig.counters
+        routed, together = (seen.get(f"cfg_parallel.{what}", 0) for what in ("routed", "together"))
+        if routed:
+            rest = "" if together == routed else ", the others one after the other: steps of their kind were new"
+            where = f"the replica on {self.road.there} computed one of the two branches"
+            self.rig.remark("cfg_parallel", f"{where}; {together} of {routed} steps had both at once{rest}")
 
     def _drain(self) -> None:
         """Wait for what the replica is at, whatever comes of it: it must not run on into the next generation."""
