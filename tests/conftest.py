@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("long")  # tests that ask for its name try more
 
 
 @pytest.fixture(scope="session", autouse=True)

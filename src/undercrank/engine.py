@@ -235,6 +235,7 @@ class Engine:
             self._pop()
         try:
             for lever in wanted[len(self._held) :]:
+                self.check_cancelled()
                 self._push(lever)
         except BaseException:
             self._pop_all()
@@ -263,7 +264,7 @@ class Engine:
         return cost
 
     def cancel(self, reason: str = "cancelled") -> bool:
-        """Stop within one step, or between two components of a load. Safe from a signal handler.
+        """Stop within one step, or between two tensors of a load. Safe from a signal handler.
 
         True: the denoising loop is running and will stop at its next half step. False: a longer stage is under way,
         which only an exception ends at once.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from undercrank.records import BadInput, Family, LoadSpec
 from undercrank.rig import Rig
@@ -36,6 +37,12 @@ OWN_DTYPE = {"AutoencoderKLWan": "float32"}
 _LOADING = threading.Lock()
 "transformers and diffusers build models under process-wide switches (meta device, default dtype): one load at a time."
 
+PATIENCE_S = 0.2
+"How often a load that waits for its turn asks whether it is still wanted."
+
+Check = Callable[[], None]
+"Raises Cancelled where a load is not wanted any more."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
@@ -51,11 +58,12 @@ def load(
     family: Family,
     *,
     listener: Listener = ignore,
-    check_cancelled: Callable[[], None] = lambda: None,
+    check_cancelled: Check = lambda: None,
 ) -> Iterator[Loaded]:
     """Read the weights, yield the rig, free everything on leaving, also when reading fails half-way.
 
-    Raises NotFound (nothing there), BadInput (pickles, foreign code, a broken folder).
+    `check_cancelled` is asked while the load waits for its turn and then between two tensors: what it raises leaves
+    nothing behind. Raises NotFound (nothing there), BadInput (pickles, foreign code, a broken folder).
     """
     folder = locate(spec)
     index = read_index(folder)
@@ -63,9 +71,9 @@ def load(
     begun = time.perf_counter()
     with ExitStack() as stack:
         stack.callback(_free_device_memory, spec.device)
-        with _LOADING, _quiet_bars():
+        with _my_turn(check_cancelled), _quiet_bars(), _Asking(check_cancelled):
             parts = _load_parts(folder, index, spec, listener, check_cancelled)
-            pipe = _assemble(folder, index, parts, spec)
+            pipe = _assemble(folder, index, parts, spec, check_cancelled)
         total = sum(bytes_of(folder / name, spec.allow_pickle) for name in parts)
         parts.clear()
         try:
@@ -79,12 +87,31 @@ def load(
             del pipe
 
 
+@contextmanager
+def _my_turn(check_cancelled: Check) -> Iterator[None]:
+    while not _LOADING.acquire(timeout=PATIENCE_S):
+        check_cancelled()
+    try:
+        yield
+    finally:
+        _LOADING.release()
+
+
+class _Asking(TorchFunctionMode):
+    """Asks before each torch function of this thread: the libraries read and place weights tensor by tensor."""
+
+    def __init__(self, check_cancelled: Check) -> None:
+        super().__init__()
+        self._check = check_cancelled
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not getattr(func, "__name__", "").lstrip("_").startswith("set_"):
+            self._check()  # not before a switch: the blocks that are left on the way out put theirs back
+        return func(*args, **(kwargs or {}))
+
+
 def _load_parts(
-    folder: Path,
-    index: dict[str, Any],
-    spec: LoadSpec,
-    listener: Listener,
-    check_cancelled: Callable[[], None],
+    folder: Path, index: dict[str, Any], spec: LoadSpec, listener: Listener, check_cancelled: Check
 ) -> dict[str, Any]:
     names = weighted(folder, index)
     sizes = {name: bytes_of(folder / name, spec.allow_pickle) for name in names}
@@ -92,14 +119,14 @@ def _load_parts(
     listener(Event(stage="load", done=0, total=total, unit="bytes"))
     for name in names:
         check_cancelled()
-        parts[name] = _load_part(folder / name, components(index)[name], spec)
+        parts[name] = _load_part(folder / name, components(index)[name], spec, check_cancelled)
         done += sizes[name]
         listener(Event(stage="load", done=done, total=total, unit="bytes"))
     check_cancelled()
     return parts
 
 
-def _load_part(folder: Path, entry: list[Any], spec: LoadSpec) -> Any:
+def _load_part(folder: Path, entry: list[Any], spec: LoadSpec, check_cancelled: Check = lambda: None) -> Any:
     library, class_name = entry
     cls = getattr(import_module(library), class_name, None)
     if cls is None:
@@ -111,31 +138,37 @@ def _load_part(folder: Path, entry: list[Any], spec: LoadSpec) -> Any:
         "local_files_only": True,
         "use_safetensors": None if spec.allow_pickle else True,
     }
-    with _read_errors(folder):
+    with _read_errors(folder, check_cancelled):
         part = cls.from_pretrained(str(folder), **options)
     return part.eval().requires_grad_(False).to(spec.device)
 
 
-def _assemble(folder: Path, index: dict[str, Any], parts: dict[str, Any], spec: LoadSpec) -> Any:
+def _assemble(
+    folder: Path, index: dict[str, Any], parts: dict[str, Any], spec: LoadSpec, check_cancelled: Check
+) -> Any:
     import diffusers
 
     cls = getattr(diffusers, index["_class_name"], None)
     if cls is None:
         raise BadInput(f"this diffusers has no {index['_class_name']}; is it too old?", field="model")
-    with _read_errors(folder):
+    with _read_errors(folder, check_cancelled):
         pipe = cls.from_pretrained(str(folder), **parts, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 @contextmanager
-def _read_errors(folder: Path) -> Iterator[None]:
-    """What the libraries raise over a broken or foreign file, as one line that names the folder."""
+def _read_errors(folder: Path, check_cancelled: Check = lambda: None) -> Iterator[None]:
+    """What the libraries raise over a broken or foreign file, as one line that names the folder.
+
+    They may have made such an error out of our own Cancelled: then it is that again.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        check_cancelled()
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInput(f"{folder}: cannot be read: {first}", field="model") from error
 
