@@ -8,6 +8,7 @@ Not a test: it times, and a busy machine is slow. Prints one line of JSON.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -66,7 +67,10 @@ def events_of(http: httpx2.Client, id: str) -> Iterator[dict[str, Any]]:
 def served() -> Iterator[httpx2.Client]:
     with tempfile.TemporaryDirectory() as data:
         command = [sys.executable, "-m", "undercrank.cli", "serve", "--port", "0", "--data", data]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        environment = os.environ | {"UNDERCRANK_LEDGER": f"{data}/ledger.jsonl"}  # its tiny clips teach nobody
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
         assert process.stdout is not None
         try:
             with httpx2.Client(base_url=process.stdout.readline().strip(), timeout=120) as http:

@@ -58,7 +58,8 @@ def serving(data: Path, *words: str, wait: bool = True) -> Iterator[Serving]:
     """Serve from `data` on a free port; wait: until a worker is ready."""
     process = subprocess.Popen(
         command("serve", "--port", "0", "--data", str(data), *words),
-        stdout=subprocess.PIPE, text=True, env=environment(), cwd=data,
+        stdout=subprocess.PIPE, text=True, cwd=data,
+        env=environment() | {"UNDERCRANK_LEDGER": str(data / "ledger.jsonl")},
     )  # fmt: skip
     assert process.stdout is not None
     try:

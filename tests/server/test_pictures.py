@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import time
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from tests.pretended import PretendedEngine
 from tests.server.test_bodies import I2V, form, picture
 from undercrank.images import MAX_PIXELS
 from undercrank.jobs import Store
 from undercrank.records import BadInput
 from undercrank.server import pictures
 from undercrank.server.pictures import decoded, keep_picture, notes_on, remove_unused
+from undercrank.video import read_recipe
+from undercrank.worker import Worker
 
 
 def test_a_bomb_is_refused_before_it_is_decoded() -> None:
@@ -76,3 +80,33 @@ def test_a_picture_goes_when_no_clip_needs_it(
     store.delete(id)
     remove_unused(tmp_path, store)
     assert not kept.exists() and len(list((tmp_path / "pictures").iterdir())) == 1
+
+
+def test_the_clips_story_names_the_picture_as_the_job_does(client: TestClient, store: Store, tmp_path: Path) -> None:
+    """The worker finds the file; neither the recipe nor the answer tells where the server keeps it."""
+    seen = []
+    look = staticmethod(lambda engine, event, request: seen.append(request.image))
+    engine = type("Engine", (PretendedEngine,), {"alive": [], "born": [], "made": [], "during": look})
+    fields = {
+        "prompt": "it moves",
+        "model": "ltx-video-i2v",
+        "size": "64x64",
+        "num_frames": 9,
+        "num_inference_steps": 2,
+    }
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files: dict[str, Any] = {"input_reference": ("a", picture("JPEG", exif=exif), "image/jpeg")}
+    asked = client.post("/v1/videos", data=form(fields), files=files)
+    assert asked.status_code == 200, asked.text
+    with Worker(store, tmp_path, new_engine=engine) as worker:
+        worker.run(until_idle=True)
+    id = asked.json()["id"]
+    video = client.get(f"/v1/videos/{id}").json()
+    assert video["status"] == "completed", video["error"]
+    assert seen and Path(str(seen[0])).is_file()
+    name = store.get(id).request["image"]
+    assert video["request"]["image"] == video["plan"]["request"]["image"] == name
+    assert any("upright" in note for note in video["notes"])
+    recipe = read_recipe(tmp_path / "videos" / f"{id}.1" / "video.mp4")
+    assert recipe["request"]["image"] == name and str(tmp_path) not in json.dumps(recipe)
