@@ -6,6 +6,7 @@ For tests in which the worker matters and the film does not. Run as a program it
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ class PretendedEngine:
     def generate(self, request: Request, *, listener: Listener = ignore, on_latents: Any = None) -> Clip:
         type(self).made.append(request.prompt)
         family, load = which_model(request)
-        machine = this_machine()
+        machine = _machine()
         plan = make_plan(request, family=family, machine=machine, ledger=Ledger(), load=load)
         steps = plan.request.num_inference_steps or 1
         with self._going_on(request, listener) as tell:
@@ -94,6 +95,9 @@ class PretendedEngine:
                 raise Cancelled(self._reason)
 
         yield tell
+
+
+_machine = functools.cache(this_machine)
 
 
 def _frames(request: Request) -> np.ndarray:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from undercrank.jobs import Store
-from undercrank.shelf import attempt_folder, live_picture, remove_files, stored_name
+from undercrank.jobs import Lease, Store
+from undercrank.shelf import attempt_folder, live_picture, remove_earlier_attempts, remove_files, stored_name
 
 
 def test_files_of_every_attempt_go_with_their_job_and_those_of_others_stay(tmp_path: Path) -> None:
@@ -30,3 +30,11 @@ def test_files_of_every_attempt_go_with_their_job_and_those_of_others_stay(tmp_p
     remove_files(data, again.job)
     assert [folder.name for folder in (data / "videos").iterdir()] == [f"{other.job.id}.1"]
     remove_files(data, again.job)
+
+
+def test_an_attempt_clears_what_earlier_ones_left(tmp_path: Path) -> None:
+    leases = [Lease(job_id="video_1", token="x", attempt=attempt) for attempt in (1, 2, 3)]
+    for lease in leases:
+        attempt_folder(tmp_path, lease).mkdir(parents=True)
+    remove_earlier_attempts(tmp_path, leases[1])
+    assert sorted(folder.name for folder in (tmp_path / "videos").iterdir()) == ["video_1.2", "video_1.3"]

@@ -18,6 +18,12 @@ def attempt_folder(data: Path, lease: Lease) -> Path:
     return data / VIDEOS / f"{lease.job_id}.{lease.attempt}"
 
 
+def remove_earlier_attempts(data: Path, lease: Lease) -> None:
+    """What attempts before this one left. Should one of them wake again, it finds no place to write to."""
+    for attempt in range(1, lease.attempt):
+        shutil.rmtree(data / VIDEOS / f"{lease.job_id}.{attempt}", ignore_errors=True)
+
+
 def live_picture(data: Path, job: Job) -> Path:
     """The newest preview of a job in progress, a JPEG; there after its first `preview` event, gone when it ends."""
     return data / VIDEOS / f"{job.id}.{job.attempts}" / "live.jpg"

@@ -143,6 +143,7 @@ class Worker:
 
     def _made(self, claim: Claim, work: Work, folder: Path) -> dict[str, Any]:
         request = self._request(claim)
+        shelf.remove_earlier_attempts(self._data, claim.lease)
         folder.mkdir(parents=True, exist_ok=True)
         told = Telling(self._store, claim.lease, work, self._habits)
         previewer = Previewer(
