@@ -53,6 +53,22 @@ def test_a_prompt_becomes_a_file_named_after_it(undercrank, tmp_path) -> None:
     assert "flipbook knows" in err and "denoise" in err
 
 
+def test_the_schedules_shift_is_in_the_recipe_and_repeats(undercrank) -> None:
+    shifted = ("generate", PROMPT, *SMALL, "--seed", "3", "--flow-shift", "9", "-o", "one.mp4", "--quiet")
+    assert undercrank(*shifted)[0] == 0
+    assert "flow_shift: 9.0" in undercrank("show", "one.mp4")[1]
+    code, _, err = undercrank("generate", "--from", "one.mp4", "-o", "two.mp4")
+    assert code == 0 and "bit for bit" in err
+    code, _, err = undercrank("generate", "--from", "one.mp4", "--flow-shift", "3", "-o", "three.mp4")
+    assert code == 0 and "changed settings" in err
+
+
+def test_a_second_guidance_needs_a_second_expert(undercrank) -> None:
+    refused(undercrank("plan", PROMPT, "--guidance-2", "3"), 2, "no second expert")
+    code, out, _ = undercrank("plan", PROMPT, "--model", "wan2.2-a14b", "--guidance-2", "3", "--json")
+    assert code == 0 and '"guidance_scale_2": 3.0' in out
+
+
 def test_the_recipe_inside_is_shown_and_repeats_the_same_frames(undercrank) -> None:
     assert undercrank("generate", PROMPT, *SMALL, "--seed", "3", "-o", "one.mp4", "--master", "one.mkv")[0] == 0
     code, out, _ = undercrank("show", "one.mp4")

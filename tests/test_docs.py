@@ -117,7 +117,7 @@ def test_every_option_that_a_page_names_exists() -> None:
     top = typer.main.get_command(cli.app)
     options = {o for c in commands(top) for p in c.params for o in p.opts} | {"--help", "--version"}
     others = {"--torch-backend"}  # uv's
-    named = {option for path in PAGES for option in re.findall(r"`(--[a-z-]+)", path.read_text(encoding="utf-8"))}
+    named = {option for path in PAGES for option in re.findall(r"`(--[a-z0-9-]+)", path.read_text(encoding="utf-8"))}
     assert sorted(named - options - others) == []
 
 

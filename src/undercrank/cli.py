@@ -38,6 +38,8 @@ Frames = Annotated[int | None, typer.Option("--frames", help="Number of frames."
 Fps = Annotated[str | None, typer.Option("--fps", help="Frames a second, e.g. 16 or 24000/1001.")]
 Steps = Annotated[int | None, typer.Option("--steps", help="Denoising steps.")]
 Guidance = Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 1 or less: off.")]
+SecondGuidance = Annotated[float | None, typer.Option("--guidance-2", help="Of the second expert, if there is one.")]
+Shift = Annotated[float | None, typer.Option("--flow-shift", help="Shift of the noise schedule.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed makes the same film.")]
 FidelityWord = Annotated[str, typer.Option("--fidelity", help="exact, faithful, quality, balanced or fast.")]
 Levers = Annotated[list[str] | None, typer.Option("--lever", metavar="NAME=VALUE", help="auto, off, on or a setting.")]
@@ -86,6 +88,7 @@ def generate(
     context: typer.Context,
     prompt: PromptArg = None, model: Model = "flipbook", negative_prompt: Negative = None, image: ImageFile = None,
     size: Size = None, frames: Frames = None, fps: Fps = None, steps: Steps = None, guidance: Guidance = None,
+    guidance_2: SecondGuidance = None, flow_shift: Shift = None,
     seed: Seed = None, fidelity: FidelityWord = "faithful", lever: Levers = None, device: DeviceName = None,
     dtype: Dtype = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The mp4 to write.")] = None,
@@ -101,6 +104,7 @@ def generate(
 
     asked = _request(prompt, model, negative_prompt, image, size, frames, fps, steps, guidance, seed, fidelity, lever,
                      device, dtype)  # fmt: skip
+    asked = replace(asked, guidance_scale_2=guidance_2, flow_shift=flow_shift)
     outputs = oneshot.Outputs.checked(output, master=master, report=report)
     oneshot.make_clip(
         asked,
@@ -120,6 +124,7 @@ def generate(
 def plan(
     prompt: PromptArg = None, model: Model = "flipbook", negative_prompt: Negative = None, image: ImageFile = None,
     size: Size = None, frames: Frames = None, fps: Fps = None, steps: Steps = None, guidance: Guidance = None,
+    guidance_2: SecondGuidance = None, flow_shift: Shift = None,
     seed: Seed = None, fidelity: FidelityWord = "faithful", lever: Levers = None, device: DeviceName = None,
     dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False, local_files_only: LocalOnly = False,
     debug: Debug = False,
@@ -132,6 +137,7 @@ def plan(
 
     asked = _request(prompt, model, negative_prompt, image, size, frames, fps, steps, guidance, seed, fidelity, lever,
                      device, dtype)  # fmt: skip
+    asked = replace(asked, guidance_scale_2=guidance_2, flow_shift=flow_shift)
     family, load = which_model(asked, allow_pickle=allow_pickle, local_files_only=local_files_only)
     decided = make_plan(asked, family=family, machine=this_machine(), ledger=read_ledger(), load=load)
     typer.echo(decided.to_json(indent=2) if as_json else _plan_in_words(decided))
