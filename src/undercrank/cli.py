@@ -51,7 +51,7 @@ Pickles = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weig
 LocalOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the network for a model.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 DataFolder = Annotated[Path | None, typer.Option("--data", help="Folder of jobs and clips.", show_default=False)]
-Database = Annotated[str | None, typer.Option("--db", metavar="URL", help="Job store, if not in that folder.")]
+Database = Annotated[str | None, typer.Option("--db", metavar="URL", help="Job store; UNDERCRANK_DB when left out.")]
 MaxJobs = Annotated[int | None, typer.Option("--max-jobs", min=1, help="Clips queued and running at a time.")]
 MaxWork = Annotated[int | None, typer.Option("--max-work", min=1, help="Pixels x frames x steps of these together.")]
 
@@ -402,7 +402,7 @@ def serve(
         typer.echo(server.openapi_text(), nl=False)
         return
     options = Options(
-        data=str(data or settings().data), db=db, host=host, port=port, workers=workers, resident=resident,
+        data=str(data or settings().data), db=db or settings().db, host=host, port=port, workers=workers, resident=resident,
         local_files_only=local_files_only, hosts=tuple(allow_host or ()), keep_days=keep_days, max_jobs=max_jobs,
         max_cost=max_work,
     )  # fmt: skip
@@ -499,7 +499,7 @@ def webhooks_remove(
 def _studio(data: Path | None, db: str | None) -> Any:
     from undercrank.server.options import Options
 
-    return Options(data=str(data or settings().data), db=db)
+    return Options(data=str(data or settings().data), db=db or settings().db)
 
 
 SERVER_PACKAGES = (

@@ -43,3 +43,11 @@ def test_a_key_that_is_none_cannot_be_revoked(tmp_path: Path) -> None:
     keys(tmp_path, "create", "ada")
     with pytest.raises(UndercrankError, match="keys list"):
         keys(tmp_path, "revoke", "nothing")
+
+
+def test_the_store_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERCRANK_DB", f"sqlite:///{tmp_path / 'elsewhere.db'}")
+    secret = keys(tmp_path, "create", "ada").strip()
+    with Store.open(f"sqlite:///{tmp_path / 'elsewhere.db'}") as store:
+        assert store.key_of(secret) is not None
+    assert not (tmp_path / "jobs.db").exists()

@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from tests.databases import postgres_server
 from tests.server.serving import SOURCE, Serving, command, environment, serving, until
 from undercrank.video import probe, read_recipe
 
@@ -171,6 +172,15 @@ def test_a_job_goes_back_into_the_queue_when_the_server_ends(tmp_path: Path) -> 
     with serving(tmp_path, "--workers", "0", wait=False) as served, served.http as http:
         video = http.get(f"/v1/videos/{id}").json()
         assert (video["status"], video["attempts"]) == ("queued", 0)
+
+
+def test_the_store_may_be_postgresql(tmp_path: Path) -> None:
+    with postgres_server() as url, serving(tmp_path, "--db", url, "--workers", "0", wait=False) as served:
+        with served.http as http:
+            id = http.post("/v1/videos", json=SHORT).json()["id"]
+            assert [video["id"] for video in http.get("/v1/videos").json()["data"]] == [id]
+        password_holders = [" ".join(child.cmdline()) for child in served.family]
+        assert password_holders and not any("postgresql" in line for line in password_holders)
 
 
 def test_the_api_does_not_outlive_a_server_that_was_killed(tmp_path: Path) -> None:
