@@ -402,9 +402,9 @@ def serve(
         typer.echo(server.openapi_text(), nl=False)
         return
     options = Options(
-        data=str(data or settings().data), db=db or settings().db, host=host, port=port, workers=workers, resident=resident,
-        local_files_only=local_files_only, hosts=tuple(allow_host or ()), keep_days=keep_days, max_jobs=max_jobs,
-        max_cost=max_work,
+        data=str(data or settings().data), db=db or settings().db, host=host, port=port, workers=workers,
+        resident=resident, local_files_only=local_files_only, hosts=tuple(allow_host or ()), keep_days=keep_days,
+        max_jobs=max_jobs, max_cost=max_work,
     )  # fmt: skip
     server.serve(options, announce=typer.echo)
 
