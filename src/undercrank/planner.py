@@ -320,12 +320,22 @@ def decide(request: Request, case: Case, ledger: Ledger) -> tuple[tuple[Lever, .
     """
     engaged: dict[type[Lever], Lever] = {}
     decided: dict[type[Lever], Decision] = {}
-    for cls in sorted(ORDER, key=lambda cls: not _explicit(cls, request)):
+    for cls in sorted(ORDER, key=lambda cls: (not _explicit(cls, request), _gains_less(cls, case, ledger))):
         clash = _clash(cls, list(engaged))
         lever, decided[cls] = _decide_one(cls, request, replace(case, engaged=_names(engaged)), ledger, clash)
         if lever is not None:
             engaged[cls] = lever
     return tuple(engaged[cls] for cls in ORDER if cls in engaged), tuple(decided[cls] for cls in ORDER)
+
+
+def _gains_less(cls: type[Lever], case: Case, ledger: Ledger) -> bool:
+    """Was a rival measured to gain more, for this model on this kind of device?"""
+
+    def gain(name: str) -> float:
+        rows = [row for row in ledger.rows if row.lever == name and row.family == case.family.id]
+        return _median(gains_on(rows, case) or [0.0])
+
+    return any(gain(rival) > gain(cls.name) for rival in cls.needs.rivals)
 
 
 def _names(engaged: dict[type[Lever], Lever]) -> tuple[str, ...]:
@@ -437,8 +447,13 @@ def unmet_need(cls: type[Lever], case: Case) -> str | None:
 
 def measured_faster(rows: tuple[Measurement, ...], case: Case) -> bool:
     """Does the median row of this kind of device show a gain beyond the noise?"""
-    gains = [row.gain for row in rows if row.gain is not None and row.device == case.device.name]
+    gains = gains_on(rows, case)
     return bool(gains) and _median(gains) > 1 + NOISE
+
+
+def gains_on(rows: Iterable[Measurement], case: Case) -> list[float]:
+    """On this kind of device."""
+    return [row.gain for row in rows if row.gain is not None and row.device == case.device.name]
 
 
 def measured_identical(rows: tuple[Measurement, ...], case: Case) -> bool:
@@ -449,7 +464,7 @@ def measured_identical(rows: tuple[Measurement, ...], case: Case) -> bool:
 
 def measured_slower(rows: tuple[Measurement, ...], case: Case) -> str | None:
     """Why rows of this model on this kind of device speak against a lever; None: they do not."""
-    gains = [row.gain for row in rows if row.gain is not None and row.device == case.device.name]
+    gains = gains_on(rows, case)
     if gains and max(gains) < 1 - NOISE:
         return f"measured slower on {case.device.name}: {max(gains):.2f}x"
     return None

@@ -466,6 +466,8 @@ class Needs(Record):
     capability: tuple[int, int] | None = None
     devices: int = 1
     conflicts: frozenset[str] = frozenset()
+    rivals: frozenset[str] = frozenset()
+    "Levers that `auto` takes in its place where they were measured to gain more: they are decided first there."
 
 
 @dataclass(frozen=True, kw_only=True)

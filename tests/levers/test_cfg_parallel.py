@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,18 @@ from undercrank import families
 from undercrank.levers import cfg_parallel as module
 from undercrank.levers import replica
 from undercrank.levers.cfg_parallel import BATCHED, BY_TEXT, NAMED, CfgParallel
-from undercrank.records import BadInput, Cancelled, Case, Device, LeverRefused, Machine, Promise, Trace
+from undercrank.records import (
+    BadInput,
+    Cancelled,
+    Case,
+    Device,
+    LeverRefused,
+    Machine,
+    Measurement,
+    Promise,
+    Request,
+    Trace,
+)
 from undercrank.rig import Rig
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline, tiny_pipeline_of
 
@@ -565,6 +577,45 @@ def test_the_second_device_is_the_one_with_room_that_is_like_the_first_and_has_m
     assert module.second_device(case(*devices), "cuda:1") == devices[1]
 
 
+def row_of(lever: str, gain: float, **fields) -> Measurement:
+    row = Measurement(
+        id=f"{lever}-{gain}", family="wan2.1-14b", lever=lever, source="random weights", machine="m",
+        device="NVIDIA H200", versions={}, width=832, height=480, num_frames=81, num_inference_steps=5,
+        dtype="bfloat16", n=2, gain=gain, distances={"max_abs": 0.0},
+    )  # fmt: skip
+    return replace(row, **fields)
+
+
+def decided(*rows: Measurement, **request) -> dict[str, str]:
+    from undercrank.ledger import Ledger
+    from undercrank.planner import make_plan
+
+    row = families.family("wan2.1-14b")
+    machine = Machine(name="a machine", devices=(gpu(0), gpu(1)), cpu_count=8)
+    asked = Request(model=row.id, prompt="a ball", **request)
+    plan = make_plan(asked, family=row, machine=machine, ledger=Ledger(rows))
+    return {d.lever: d.reason if d.chosen == "off" else d.chosen for d in plan.decisions}
+
+
+def test_auto_engages_only_where_rows_show_a_gain_and_the_same_frames() -> None:
+    assert "unmeasured on NVIDIA H200" in decided()["cfg_parallel"]
+    assert decided(row_of("cfg_parallel", 1.9))["cfg_parallel"] == "on"
+    assert (
+        "not measured bit-identical" in decided(row_of("cfg_parallel", 1.9, distances={"max_abs": 1.0}))["cfg_parallel"]
+    )
+    assert "unmeasured" in decided(row_of("cfg_parallel", 1.9, device="NVIDIA L40S"))["cfg_parallel"]
+    assert decided(row_of("cfg_parallel", 1.9), fidelity="exact")["cfg_parallel"] == "on"
+
+
+def test_auto_takes_two_devices_or_compiled_code_whichever_was_measured_faster() -> None:
+    two = decided(row_of("cfg_parallel", 1.9), row_of("compile", 1.3))
+    assert two["cfg_parallel"] == "on" and "two branches are computed at once" in two["compile"]
+    one = decided(row_of("cfg_parallel", 1.1), row_of("compile", 1.3))
+    assert one["compile"] not in ("off", "") and "rounding" in one["cfg_parallel"]
+    off = decided(row_of("cfg_parallel", 1.1), row_of("compile", 1.3), wishes=(("compile", "off"),))
+    assert off["cfg_parallel"] == "on"
+
+
 @pytest.mark.parametrize(
     ("pipeline", "reason"),
     [
@@ -641,6 +692,12 @@ def deciding():
     return StepCache(cache="fbcache", threshold=0.2)
 
 
+def attending():
+    from undercrank.levers.attention import Attention
+
+    return Attention(kernel="flash")
+
+
 def trimmed():
     from undercrank.levers.text_trim import TextTrim
 
@@ -651,6 +708,7 @@ def trimmed():
     ("name", "levers"),
     [
         (WAN, (mirrored,)),
+        (WAN, (attending,)),
         (WAN, (compiled,)),
         ("hunyuanvideo-1.5-480p", (trimmed, mirrored)),
         ("hunyuanvideo-1.5-480p", (trimmed, mirrored, compiled)),
@@ -754,3 +812,18 @@ def test_on_without_a_second_device_is_refused_with_the_reason() -> None:
     with undercrank.accelerate(pipe, cfg_parallel="on"), pytest.raises(LeverRefused, match="needs a second device"):
         pipe(**tiny_inputs(pipe, steps=3))
     assert LeverRefused.exit_code == 3
+
+
+def test_a_lever_that_fails_after_the_attention_was_swapped_leaves_the_pipeline_as_it_was() -> None:
+    import undercrank
+    from undercrank.levers.compile import Compile
+
+    pipe = tiny_pipeline(WAN)
+    pipe(**tiny_inputs(pipe, steps=2))
+    before = fingerprint(pipe)
+    levers = {"cfg_parallel": "cpu", "attention_backend": "flash", "compile": "on"}
+    with undercrank.accelerate(pipe, **levers) as run, patch.object(Compile, "engage", side_effect=OSError("no")):
+        with pytest.raises(OSError):
+            pipe(**tiny_inputs(pipe, steps=2))
+        assert run.rig.replicas == []
+    assert differences(before, fingerprint(pipe)) == []

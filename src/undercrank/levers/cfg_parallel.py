@@ -89,7 +89,7 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class CfgParallel(Lever):
     name = "cfg_parallel"
     summary = "the two guidance branches of a step are computed at once, on two devices"
-    needs = Needs(conflicts=frozenset({"offload", "context_parallel", "cuda_graph"}))
+    needs = Needs(conflicts=frozenset({"offload", "context_parallel", "cuda_graph"}), rivals=frozenset({"compile"}))
     only_measured = True
     only_identical = True
 
