@@ -91,7 +91,7 @@ def test_a_row_in_words_says_what_the_planner_makes_of_it() -> None:
 def test_a_row_without_distances_or_of_an_unknown_model_is_still_said() -> None:
     assert "film: no distance was measured" in in_words(lossy(distances={}))
     assert "engage" not in in_words(lossy(family="unknown:SomePipeline"))
-    assert "random weights: it says something of time" in in_words(a_row(source="random weights"))
+    assert "source: random weights: it says something of time" in in_words(a_row(source="random weights"))
 
 
 def run(monkeypatch: Any, capsys: Any, *words: str) -> tuple[int, str, str]:

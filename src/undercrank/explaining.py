@@ -12,10 +12,10 @@ from undercrank.planner import unproven_loss
 from undercrank.records import BadInput, Case, Device, Fidelity, Machine, Measurement
 
 SOURCES = {
-    HERE: "measured on this machine",
-    "measured": "measured by us on the machine that it names",
-    "published": "published by others and not verified here",
-    "random weights": "measured with random weights: it says something of time and nothing of the film",
+    HERE: "on this machine",
+    "measured": "on the machine that it names; it ships with undercrank",
+    "published": "by others, and not verified here",
+    "random weights": "it says something of time and nothing of the film",
 }
 
 
@@ -82,7 +82,7 @@ def _what(row: Measurement) -> list[str]:
     lever = f"the lever {row.lever}{f' ({row.setting})' if row.setting else ''}" if row.lever else "a whole run"
     return [
         f"{row.id}: {lever} on {row.family}",
-        f"source: {row.source}, {SOURCES.get(row.source, 'unknown to this version')}",
+        f"source: {row.source}: {SOURCES.get(row.source, 'unknown to this version')}",
         f"machine: {row.machine}; {row.device}",
         f"clip: {row.width}x{row.height}, {row.num_frames} frames, {row.num_inference_steps} steps, {row.dtype}",
         f"runs: {row.n}",
