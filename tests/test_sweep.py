@@ -114,18 +114,19 @@ def test_a_slip_is_answered(word: str, words: str) -> None:
 # --------------------------------------------------------------------------- the rival
 
 
-def test_a_rival_takes_as_long_by_time_and_by_calls() -> None:
+def test_a_rival_takes_as_long_by_time_or_by_calls_whichever_grants_it_more() -> None:
     base = Request(num_inference_steps=30)
-    assert rivals([a_point("a", calls=36, speed=1.5), a_point("b", calls=60, speed=1.0)], base) == [20, 18]
-    assert rivals([a_point("slow", speed=0.5)], base) == [], "no run of more steps is a rival"
+    assert rivals([a_point("a", calls=36, speed=1.5), a_point("b", calls=36, speed=2.0)], base) == [20, 18]
+    assert rivals([a_point("by time", speed=1.6)], base) == [19], "no call is saved"
+    assert rivals([a_point("slow", speed=0.5), a_point("same", speed=1.0)], base) == [], "all steps are no fewer"
 
 
 def test_the_rival_is_the_nearest_run_that_takes_no_less() -> None:
     plain = [a_point(f"{n} steps", kind="steps", steps=n, calls=2 * n, speed=30 / n) for n in (20, 18, 15)]
-    assert rival_of(a_point("a", calls=36), plain) == "18 steps"
-    assert rival_of(a_point("a", calls=32), plain) == "18 steps", "15 steps would be less"
-    assert rival_of(a_point("a", speed=1.7), plain) == "18 steps", "by time, where no call is saved"
-    assert rival_of(a_point("a", calls=58), plain) == "" and rival_of(plain[0], plain) == ""
+    assert rival_of(a_point("a", calls=36, speed=2.0), plain, 30) == "18 steps"
+    assert rival_of(a_point("a", calls=32, speed=2.0), plain, 30) == "18 steps", "15 steps would be less"
+    assert rival_of(a_point("a", calls=32, speed=1.5), plain, 30) == "20 steps", "its seconds grant 20"
+    assert rival_of(a_point("a", calls=58, speed=2.0), plain, 30) == "" and rival_of(plain[0], plain, 30) == ""
 
 
 @pytest.mark.parametrize(("own", "other", "wins"), [(45.0, 40.0, True), (40.0, 45.0, False)])

@@ -166,7 +166,10 @@ def sweep(
         seeds=tuple(dict.fromkeys(int(film.seed or 0) for film in films)),
         set_up=f"{set_up.prompt}, seed {set_up.seed}",
         points=tuple(
-            replace(point, distances=beside(point.distances, floors), rival=rival_of(point, plain)) for point in points
+            replace(
+                point, distances=beside(point.distances, floors), rival=rival_of(point, plain, base.num_inference_steps)
+            )
+            for point in points
         ),
         floors=floors,
         drift=studio.drift(),
@@ -326,21 +329,24 @@ def in_words(wishes: Wishes) -> str:
 
 
 def rivals(settings: Sequence[Point], base: Request) -> list[int]:
-    """Numbers of steps whose plain run takes as long as each setting, by its time and by its calls; many first."""
+    """Numbers of steps whose plain run takes as long as each setting; many first."""
     full = int(base.num_inference_steps or 0)
-    counts = {count for p in settings for count in (math.ceil(full / p.speed), math.ceil(full / p.fewer_calls))}
-    return sorted((count for count in counts if 1 <= count < full), reverse=True)
+    return sorted({count for point in settings if (count := equal_steps(point, full)) < full}, reverse=True)
 
 
-def rival_of(point: Point, plain: Sequence[Point]) -> str:
-    """Of the plain runs that take as long as this setting or longer, that of the fewest steps.
+def equal_steps(point: Point, full: int) -> int:
+    """Plain steps that take as long as this setting or longer: by its seconds or its calls, whichever grants more."""
+    return math.ceil(
+        full / max(1.0, min(point.speed, point.fewer_calls if point.fewer_calls != 1 else math.inf)) - 1e-9
+    )
 
-    Time is counted in calls where calls are saved: seconds of a busy machine would choose another rival each time.
-    """
+
+def rival_of(point: Point, plain: Sequence[Point], full: int) -> str:
+    """The plain run of fewest steps that takes as long as this setting or longer."""
     if point.kind != "setting":
         return ""
-    fair = [p for p in plain if (p.calls >= point.calls if point.fewer_calls > 1 else p.loop_s >= point.loop_s)]
-    return min(fair, key=lambda p: p.steps).label if fair else ""
+    fair = [each for each in plain if each.steps >= equal_steps(point, full)]
+    return min(fair, key=lambda each: each.steps).label if fair else ""
 
 
 def beats_rival(point: Point, found: Sweep, metric: str) -> bool | None:
