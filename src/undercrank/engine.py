@@ -572,19 +572,19 @@ class Run:
 
 @contextmanager
 def accelerate(
-    pipe: Any, fidelity: str | Fidelity = Fidelity.FAITHFUL, *, listener: Listener = ignore, **levers: str
+    pipe: Any, fidelity: str | Fidelity = Fidelity.FAITHFUL, *, listener: Listener = ignore, **levers: str | float
 ) -> Iterator[Run]:
     """Run a diffusers pipeline faster: `with undercrank.accelerate(pipe) as run: pipe(...)`.
 
     The pipeline is called as always; each call is planned from its own arguments. On leaving, the pipeline is
     what the same calls on the stock pipeline would have left. Blocks nest: the inner one's words hold inside it.
 
-    levers: knob=value ("auto", "off", "on" or a setting). Raises BadInput for an unknown knob, LeverRefused (at
-    the call) for a lever that cannot be honoured.
+    levers: knob=value ("auto", "off", "on" or a setting, which may be a number). Raises BadInput for an unknown knob,
+    LeverRefused (at the call) for a lever that cannot be honoured.
     """
     if not all(hasattr(pipe, name) for name in ("progress_bar", "components", "scheduler", "_execution_device")):
         raise BadInput(f"accelerate takes a loaded diffusers pipeline, not {type(pipe).__name__}", field="pipe")
-    word, wishes = Fidelity.of(fidelity), tuple(levers.items())
+    word, wishes = Fidelity.of(fidelity), tuple((knob, str(value)) for knob, value in levers.items())
     check_wishes(wishes)  # an unknown knob is refused here, not at the first call
     with ExitStack() as stack:
         with _HOLDING:

@@ -277,6 +277,14 @@ def test_an_explicit_choice_stays_on_at_every_step_count_with_its_curve_read_ane
     assert all("0" in digits for digits in made_for.values())
 
 
+def test_settings_may_be_numbers(wan: Any) -> None:
+    calibrate(wan, WAN)
+    with cached(wan, transformer_cache_threshold="0.3", transformer_cache_retention="0.2") as run:
+        words = film(wan)
+    with accelerate(wan, transformer_cache_threshold=0.3, transformer_cache_retention=0.2, host_sync="off") as run:
+        assert torch.equal(film(wan), words) and skipped(run)
+
+
 def test_auto_goes_off_at_few_steps_and_on_again(wan: Any) -> None:
     chosen = []
     with accelerate(wan, "quality", host_sync="off") as run:

@@ -143,8 +143,7 @@ class Part:
         """A further forward with these arguments, all of whose blocks are run and of which nothing is kept."""
         self.inside = False
         try:
-            with swap_attr(self.rig, "running", False):
-                return self._stock(**call)
+            return self._stock(**call)
         finally:
             self.inside = True
 
