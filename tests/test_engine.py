@@ -64,6 +64,14 @@ def test_a_clip_has_the_asked_shape_and_its_whole_story(engine, request_):
     assert Report.from_json(report.to_json(), levers=ORDER) == report
 
 
+def test_a_film_that_is_black_or_stands_still_is_told_of(engine, request_, monkeypatch):
+    assert not any("look at the film" in note for note in engine.generate(request_).report.notes)
+    monkeypatch.setattr(engine_module.video, "as_uint8", lambda frames: np.zeros((5, 32, 32, 3), np.uint8))
+    notes = engine.generate(request_).report.notes
+    assert "look at the film: black: frames 1-5" in notes
+    assert "look at the film: frozen (equal to the one before): frames 2-5" in notes
+
+
 def test_the_same_seed_makes_the_same_film_and_another_seed_another(engine, request_):
     first, again = engine.generate(request_), engine.generate(request_)
     other = engine.generate(dataclasses.replace(request_, seed=8))

@@ -29,6 +29,7 @@ from undercrank.ledger import Ledger, read_ledger
 from undercrank.load import Loaded, load
 from undercrank.machine import this_machine
 from undercrank.planner import Live, case_of, check_wishes, fitting, make_plan, refuse_if_too_big
+from undercrank.quality import as_FCHW, faults
 from undercrank.records import (
     BadInput,
     Cancelled,
@@ -220,7 +221,11 @@ class Engine:
             receipts=receipts,
             trace=trace,
             frames_hash=video.frames_hash(frames_FHWC),
-            notes=notes + tuple(f"{r.lever}: {text}" for r in receipts for text in (*r.complaints, *r.remarks)),
+            notes=(
+                *notes,
+                *(f"look at the film: {fault}" for fault in faults(as_FCHW(frames_FHWC))),
+                *(f"{r.lever}: {text}" for r in receipts for text in (*r.complaints, *r.remarks)),
+            ),
         )
         assert plan.request.fps is not None
         return Clip(frames_FHWC=frames_FHWC, fps=plan.request.fps, report=report)
