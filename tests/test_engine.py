@@ -274,6 +274,23 @@ def test_a_cancel_stops_within_one_step_and_the_next_run_is_right(engine, reques
     assert engine.generate(request_).report.frames_hash == good
 
 
+def test_a_model_prepared_ahead_needs_no_load_for_its_first_clip(engine, request_):
+    stages = []
+    plan = engine.prepare(request_, listener=lambda event: stages.append(event.stage))
+    assert set(stages) == {"load"} and engine.rig is not None
+    stages.clear()
+    clip = engine.generate(request_, listener=lambda event: stages.append(event.stage))
+    assert "load" not in stages and clip.report.plan.load == plan.load
+
+
+def test_the_latents_of_each_step_can_be_seen(engine, request_):
+    seen = []
+    clip = engine.generate(request_, on_latents=lambda rig, index, latents: seen.append((rig, index, latents.shape)))
+    assert [(rig, index) for rig, index, _ in seen] == [(engine.rig, index) for index in range(3)]
+    assert {shape for *_, shape in seen} == {(1, 16, 2, 4, 4)}
+    assert clip.report.frames_hash == engine.generate(request_).report.frames_hash
+
+
 def test_a_cancel_while_loading_leaves_nothing(request_):
     engine = Engine()
 

@@ -98,6 +98,10 @@ def test_a_worker_killed_in_step_3_has_its_job_made_again_once_with_the_same_fra
         again = add(store, Request.from_dict(job.request))
         wait_for(lambda: ended(store, job, again))
         assert fleet.pids != (victim,)
+        long = add(store, Request.from_dict({**job.request, "num_inference_steps": 200}))
+        wait_for(lambda: store.get(long.id).stage == "denoise")
+    handed_back = store.get(long.id)
+    assert (handed_back.state, handed_back.attempts) == (State.QUEUED, 0), "told to leave, it hands its job back"
     assert kinds(store, job) == ["queued", "started", "requeued", "started", "completed"]
     assert hash_of(store, job) == hash_of(store, again)
     assert store.get(job.id).attempts == 2 and store.get(again.id).attempts == 1

@@ -67,6 +67,23 @@ def top_level_boxes(path: Path) -> list[str]:
 # ---------------------------------------------------------------- frames
 
 
+def test_a_picture_for_a_look_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame_HWC = np.full((8, 12, 3), 200, np.uint8)
+    file = video.write_picture(tmp_path / "live.jpg", frame_HWC)
+    with Image.open(file) as picture:
+        assert (picture.format, picture.size) == ("JPEG", (12, 8))
+        assert abs(int(np.asarray(picture).mean()) - 200) <= 2
+
+    def fails(*_: object) -> None:
+        raise OSError("no space")
+
+    before = file.read_bytes()
+    monkeypatch.setattr(video.os, "replace", fails)
+    with pytest.raises(OSError):
+        video.write_picture(file, frame_HWC // 2)
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
 def test_uint8_frames_pass_unchanged_and_uncopied() -> None:
     frames = noise()
     assert video.as_uint8(frames) is frames

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.databases import postgres_server
 from tests.pretended import PretendedEngine, small
 from undercrank import worker as worker_module
 from undercrank.jobs import Job, State, Store, StoreUnavailable
@@ -426,6 +427,20 @@ def test_a_model_is_loaded_and_unloaded_by_command(store: Store, data: Path, eng
         assert store.get_command(command.id).state is State.COMPLETED and engine.alive == []
 
 
+def test_a_model_is_there_before_anybody_asks_for_it(
+    store: Store, data: Path, engine: type[PretendedEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Worker(store, data, new_engine=engine) as worker:
+        worker.warm_up("flipbook")
+        assert worker._models.names == ("flipbook",)
+        engine.during = at("load", 0, raising(NotFound("it is not on this machine")))
+        worker.warm_up("wan2.1-1.3b")
+        assert "wan2.1-1.3b could not be loaded ahead: it is not on this machine" in capsys.readouterr().err
+        job = add(store)
+        worker.run(until_idle=True)
+    assert store.get(job.id).state is State.COMPLETED
+
+
 def test_a_load_is_cancelled_by_command(store: Store, run: Run, engine: type[PretendedEngine]) -> None:
     command = store.command("load", "flipbook", owner="ann")
     engine.during = at("load", 0, lambda _: store.cancel_command(command.id))
@@ -439,3 +454,16 @@ def test_a_load_that_fails_says_why(store: Store, run: Run, engine: type[Pretend
     run()
     failed = store.get_command(command.id)
     assert failed.state is State.FAILED and failed.error and failed.error.code == "missing"
+
+
+# --------------------------------------------------------------------------- over PostgreSQL
+
+
+def test_a_job_is_made_over_postgresql_too(data: Path, engine: type[PretendedEngine]) -> None:
+    with postgres_server() as url, Store.open(url) as store:
+        jobs = [add(store), add(store, "second")]
+        engine.during = at("denoise", 2, lambda _: store.cancel(jobs[0].id))
+        with Worker(store, data, habits=Habits(beat_s=0.05), new_engine=engine) as worker:
+            worker.run(until_idle=True)
+        assert [store.get(job.id).state for job in jobs] == [State.CANCELLED, State.COMPLETED]
+        assert store.workers() == ()

@@ -300,6 +300,7 @@ def worker(
     slot: Annotated[int, typer.Option("--slot", help="Which worker over this folder; no two have one at a time.")] = 0,
     device: DeviceName = None,
     resident: Annotated[int, typer.Option("--resident", help="Models held in memory at a time.")] = 1,
+    warm: Annotated[str | None, typer.Option("--warm", help="A model to load before anybody asks for it.")] = None,
     parent: Annotated[int | None, typer.Option("--parent", help="Leave when this process is gone.")] = None,
     allow_pickle: Pickles = False,
     local_files_only: LocalOnly = False,
@@ -311,7 +312,12 @@ def worker(
     with calm_threads():
         from undercrank.worker import Habits, work_for_ever
     habits = Habits(
-        resident=resident, device=device, slot=slot, allow_pickle=allow_pickle, local_files_only=local_files_only
+        resident=resident,
+        warm=warm,
+        device=device,
+        slot=slot,
+        allow_pickle=allow_pickle,
+        local_files_only=local_files_only,
     )
     work_for_ever(db, data, habits, parent=parent)
 

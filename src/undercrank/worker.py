@@ -33,7 +33,7 @@ from undercrank.oneshot import remember
 from undercrank.preview import Colours, Previewer
 from undercrank.records import Cancelled, OutOfMemory, Report, Request, UndercrankError
 from undercrank.settings import settings
-from undercrank.trace import Event
+from undercrank.trace import Event, Listener, ignore
 
 T = TypeVar("T")
 
@@ -51,6 +51,8 @@ class Habits:
 
     resident: int = 1
     "Models held in memory at a time."
+    warm: str | None = None
+    "The model to load before anybody asks for it."
     device: str | None = None
     "Torch name of the device for jobs that name none."
     slot: int = 0
@@ -110,6 +112,14 @@ class Worker:
             except StoreUnavailable as error:  # nothing is lost: what is asked for waits in the store
                 _say(f"{error}")
                 self._leaving.wait(AGAIN_S)
+
+    def warm_up(self, model: str) -> None:
+        """Hold this model before anybody asks for it. A model that cannot be loaded is said and left."""
+        with self._heart.at_work(model, None) as work:
+            try:
+                self._prepare(model, work, ignore)
+            except UndercrankError as error:
+                _say(f"{model} could not be loaded ahead: {error}")
 
     def _next(self) -> bool:
         """Do one thing, if there is one to do."""
@@ -227,8 +237,11 @@ class Worker:
 
             told(Event(stage="load", done=0, total=1))
             work.check()
-            engine = self._models.get(command.model, work)
-            engine.prepare(Request(model=command.model, prompt="", device=self._habits.device), listener=told)
+            self._prepare(command.model, work, told)
+
+    def _prepare(self, model: str, work: Work, listener: Listener) -> None:
+        engine = self._models.get(model, work)
+        engine.prepare(Request(model=model, prompt="", device=self._habits.device), listener=listener)
 
 
 # --------------------------------------------------------------------------- models that take turns
@@ -543,6 +556,8 @@ def work_for_ever(url: str | None, data: Path, habits: Habits, *, parent: int | 
                 worker.leave()
 
             threading.Thread(target=leave_when_told, name="leave", daemon=True).start()
+            if habits.warm is not None:
+                worker.warm_up(habits.warm)
             worker.run(stay=lambda: parent is None or os.getppid() == parent)
 
 

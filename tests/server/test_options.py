@@ -55,9 +55,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_for_the_workers_reaches_them() -> None:
-    assert Options(data="x").worker_options == ("--resident", "1")
+    assert Options(data="x").worker_options == ("--resident", "1", "--warm", "flipbook")
     options = Options(data="x", resident=2, local_files_only=True)
-    assert options.worker_options == ("--resident", "2", "--local-files-only")
+    assert options.worker_options == ("--resident", "2", "--warm", "flipbook", "--local-files-only")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,14 @@ class Options(Record):
 
     @property
     def worker_options(self) -> tuple[str, ...]:
-        return ("--resident", str(self.resident), *(("--local-files-only",) if self.local_files_only else ()))
+        """flipbook is small and what a new studio is tried with: it is there before anybody asks."""
+        return (
+            "--resident",
+            str(self.resident),
+            "--warm",
+            "flipbook",
+            *(("--local-files-only",) if self.local_files_only else ()),
+        )
 
     @property
     def limits(self) -> Limits:
