@@ -46,6 +46,7 @@ TRAITS = {
         "flow_shift",
         "guider",
         "image_input",
+        "narrow",
         "no_callback",
         "one_size",
         "toy_domain",

@@ -59,12 +59,16 @@ FLOORS = {
         "levers.compile",
         "levers.cuda_graph",
         "levers.epilogue",
+        "levers.fewbits",
+        "levers.formats",
         "levers.gate",
         "levers.graphs",
         "levers.host_sync",
         "levers.mirror",
         "levers.mochi",
+        "levers.offload",
         "levers.programs",
+        "levers.quantize",
         "levers.stacks",
         "levers.step_cache",
         "levers.replica",
@@ -171,6 +175,11 @@ SAME_FLOOR = {
     ("levers.step_cache", "levers.stacks"),
     ("levers.caches", "levers.stacks"),
     ("levers", "levers.cfg_parallel"),
+    ("levers", "levers.quantize"),
+    ("levers", "levers.offload"),
+    ("levers.quantize", "levers.formats"),  # three files of one lever
+    ("levers.formats", "levers.fewbits"),
+    ("levers.offload", "levers.formats"),  # which of them can be moved block by block
     ("levers", "levers.compile"),
     ("levers", "levers.cuda_graph"),
     ("levers.cuda_graph", "levers.graphs"),  # two files of one lever
@@ -239,7 +248,7 @@ TORCH_FROM_THE_START = {
     "levers.uploads", "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
     "takes", "rounding", "fidelity", "calibrate",
-    "levers.caches", "levers.programs", "levers.stacks",
+    "levers.caches", "levers.programs", "levers.stacks", "levers.fewbits",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},
@@ -249,6 +258,7 @@ DOORS = {
     "rich": {"screen"},
     "typer": {"cli"},
     "huggingface_hub": {"sources"},
+    "torchao": {"levers.formats"},
     "sqlalchemy": {
         "jobs.database",
         "jobs.keys",

@@ -105,7 +105,9 @@ def test_safetensors_are_asked_for_and_preferred_where_pickles_are_allowed(
 
     monkeypatch.setattr(diffusers, "Listening", Listening, raising=False)
     with pytest.raises(BadInput, match="heard enough"):
-        load_module._load_part(tmp_path, ["diffusers", "Listening"], replace(spec, allow_pickle=allow_pickle))
+        load_module._load_part(
+            tmp_path, ["diffusers", "Listening"], replace(spec, allow_pickle=allow_pickle), family(NAME)
+        )
     assert Listening.options["use_safetensors"] is asked
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from undercrank import families, planner
 from undercrank.ledger import Ledger, read_ledger
 from undercrank.levers import ORDER, knobs
-from undercrank.planner import Live, case_of, expected_bytes, make_plan, refuse_if_too_big
+from undercrank.planner import Live, case_of, expected_bytes, make_plan, refuse_if_too_big, under
 from undercrank.ratios import Curve
 from undercrank.records import (
     BadInput,
@@ -816,7 +816,8 @@ def on_gpu_with(free_gib: float) -> Machine:
 
 
 def guarded(machine: Machine, **fields: Any) -> Plan:
-    made = plan(machine, **fields)
+    """With all weights on the device."""
+    made = plan(machine, **{"wishes": (("offload", "none"),)} | fields)
     refuse_if_too_big(made, families.family(made.request.model), machine, machine.devices[0])
     return made
 
@@ -1025,11 +1026,11 @@ def test_a_resolved_request_has_no_gaps_and_resolves_to_itself(request: Request,
 
 @given(requests(), st.integers(0, 2**40), st.integers(0, 2**40))
 @hypothesis_settings(max_examples=40, deadline=None)
-def test_more_memory_never_turns_a_lever_off(request: Request, some: int, more: int) -> None:
+def test_more_memory_never_turns_a_lever_off_but_the_one_that_saves_it(request: Request, some: int, more: int) -> None:
     def on(free: int) -> set[str]:
         device = replace(GPU, free_bytes=free, total_bytes=max(free, GPU.total_bytes))
         made = planned(request, Machine(name="m", devices=(device,), cpu_count=1))
-        return {each.lever for each in made.decisions if each.status is Status.APPLIED}
+        return {each.lever for each in made.decisions if each.status is Status.APPLIED} - {"offload"}
 
     low, high = sorted((some, more))
     assert on(low) <= on(high)
@@ -1042,7 +1043,7 @@ def test_a_clip_is_refused_exactly_when_its_estimate_is_beyond_what_is_free(requ
     family = families.family(request.model)
     machine = Machine(name="m", devices=(device,), cpu_count=1)
     made = planned(request, machine)
-    peak, _ = expected_bytes(case_of(made.request, family, machine, device, made.load))
+    peak, _ = expected_bytes(under(case_of(made.request, family, machine, device, made.load), made.levers))
     assert peak == made.expected.peak_bytes
     if peak is not None and peak > free:
         with pytest.raises(OutOfMemory):
@@ -1059,7 +1060,8 @@ def test_a_size_that_would_fit_is_one_that_the_model_can_make_and_that_does_fit(
 ) -> None:
     family = families.family(model)
     num_frames = families.least_frames(family) if shortest else None
-    made = plan(model=model, image="cat.png" if "image_input" in family.traits else None, num_frames=num_frames)
+    image = "cat.png" if "image_input" in family.traits else None
+    made = plan(model=model, image=image, num_frames=num_frames, wishes=(("offload", "none"),))
     assert made.expected.peak_bytes
     machine = on_gpu_with((made.expected.peak_bytes - cut) / 2**30)
     with pytest.raises(OutOfMemory) as caught:
@@ -1067,6 +1069,7 @@ def test_a_size_that_would_fit_is_one_that_the_model_can_make_and_that_does_fit(
     if found := re.search(r"(\d+)x(\d+) with (\d+) frames would fit", str(caught.value)):
         width, height, frames = map(int, found.groups())
         smaller = planned(replace(made.request, width=width, height=height, num_frames=frames), machine)
+        assert smaller.load.resident
         refuse_if_too_big(smaller, family, machine, machine.devices[0])
     else:
         assert "choose a smaller model or a device with more memory" in str(caught.value)

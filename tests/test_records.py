@@ -96,6 +96,12 @@ WORDS = {
     "Attention": {"kernel": st.sampled_from(["best", "cudnn", "flash", "sage"])},
     "Compile": {"mode": st.sampled_from(["parity", "plain", "max"])},
     "CudaGraph": {"recorder": st.sampled_from(["cuda", "tape"])},
+    "Offload": {"mode": st.sampled_from(["auto", "model", "group"])},
+    "Quantize": {
+        "transformer": st.sampled_from(["auto", "off", "int8", "mxfp8"]),
+        "text_encoder": st.sampled_from(["auto", "off", "fp8_dynamic"]),
+        "vae": st.sampled_from(["auto", "off", "fp8"]),
+    },
     "StepCache": {
         "cache": st.sampled_from(["auto", "magcache", "easycache"]),
         "quality": st.sampled_from(["auto", "quality", "balanced", "fast"]),

@@ -226,3 +226,12 @@ def test_any_nest_of_swaps_leaves_the_object_as_it_was(names: list[str], fails: 
     except Boom:
         assert fails
     assert described(thing) == described(a_thing())
+
+
+def test_what_a_library_leaves_behind_is_taken_back() -> None:
+    thing = a_thing()
+    with pytest.raises(Boom), undo.kept(thing, "size", "left", "hooks"):
+        thing.__dict__.update(size=7, left="behind")
+        del thing.__dict__["hooks"]
+        raise Boom
+    assert dict(vars(thing)) == dict(vars(a_thing()))

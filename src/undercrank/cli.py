@@ -45,6 +45,7 @@ FidelityWord = Annotated[str, typer.Option("--fidelity", help="exact, faithful, 
 Levers = Annotated[list[str] | None, typer.Option("--lever", metavar="NAME=VALUE", help="auto, off, on or a setting.")]
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+AllowDenied = Annotated[bool, typer.Option("--allow-denied", help="Use a setting that measured rows deny.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Only errors.")]
 Pickles = Annotated[bool, typer.Option("--allow-pickle", help="Read pickled weights, which can run code.")]
@@ -90,7 +91,7 @@ def generate(
     size: Size = None, frames: Frames = None, fps: Fps = None, steps: Steps = None, guidance: Guidance = None,
     guidance_2: SecondGuidance = None, flow_shift: Shift = None,
     seed: Seed = None, fidelity: FidelityWord = "faithful", lever: Levers = None, device: DeviceName = None,
-    dtype: Dtype = None,
+    dtype: Dtype = None, allow_denied: AllowDenied = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The mp4 to write.")] = None,
     master: Annotated[Path | None, typer.Option(help="Also write a lossless .mkv.")] = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report as .json.")] = None,
@@ -104,7 +105,7 @@ def generate(
 
     asked = _request(prompt, model, negative_prompt, image, size, frames, fps, steps, guidance, seed, fidelity, lever,
                      device, dtype)  # fmt: skip
-    asked = replace(asked, guidance_scale_2=guidance_2, flow_shift=flow_shift)
+    asked = replace(asked, guidance_scale_2=guidance_2, flow_shift=flow_shift, allow_denied=allow_denied)
     outputs = oneshot.Outputs.checked(output, master=master, report=report)
     oneshot.make_clip(
         asked,
@@ -126,7 +127,8 @@ def plan(
     size: Size = None, frames: Frames = None, fps: Fps = None, steps: Steps = None, guidance: Guidance = None,
     guidance_2: SecondGuidance = None, flow_shift: Shift = None,
     seed: Seed = None, fidelity: FidelityWord = "faithful", lever: Levers = None, device: DeviceName = None,
-    dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False, local_files_only: LocalOnly = False,
+    dtype: Dtype = None, allow_denied: AllowDenied = False, as_json: AsJson = False, allow_pickle: Pickles = False,
+    local_files_only: LocalOnly = False,
     debug: Debug = False,
 ) -> None:  # fmt: skip
     """Show what would be done, how long it would take and why, without loading anything."""
@@ -137,7 +139,7 @@ def plan(
 
     asked = _request(prompt, model, negative_prompt, image, size, frames, fps, steps, guidance, seed, fidelity, lever,
                      device, dtype)  # fmt: skip
-    asked = replace(asked, guidance_scale_2=guidance_2, flow_shift=flow_shift)
+    asked = replace(asked, guidance_scale_2=guidance_2, flow_shift=flow_shift, allow_denied=allow_denied)
     family, load = which_model(asked, allow_pickle=allow_pickle, local_files_only=local_files_only)
     decided = make_plan(asked, family=family, machine=this_machine(), ledger=read_ledger(), load=load)
     typer.echo(decided.to_json(indent=2) if as_json else _plan_in_words(decided))

@@ -28,7 +28,7 @@ from undercrank import families, images, video
 from undercrank.ledger import Ledger, read_ledger
 from undercrank.load import Loaded, load
 from undercrank.machine import this_machine
-from undercrank.planner import Live, case_of, check_wishes, fitting, make_plan, refuse_if_too_big
+from undercrank.planner import Live, case_of, check_wishes, fitting, make_plan, refuse_if_too_big, under
 from undercrank.quality import as_FCHW, faults
 from undercrank.records import (
     BadInput,
@@ -531,7 +531,7 @@ def _memory_errors(plan: Plan, family: Family, machine: Machine, device: Device)
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        case = case_of(plan.request, family, machine, device, plan.load)
+        case = under(case_of(plan.request, family, machine, device, plan.load), plan.levers)
         advice = fitting(case, budget_bytes=int((plan.expected.peak_bytes or 0) * 0.7))
         raise OutOfMemory(f"memory ran out on {device.torch_name}: {advice}") from error
 
@@ -567,6 +567,7 @@ class Run:
 
     fidelity: Fidelity
     wishes: tuple[tuple[str, str], ...]
+    allow_denied: bool = False
     plan: Plan | None = None
     trace: Trace | None = None
     receipts: tuple[Receipt, ...] = ()
@@ -577,15 +578,21 @@ class Run:
 
 @contextmanager
 def accelerate(
-    pipe: Any, fidelity: str | Fidelity = Fidelity.FAITHFUL, *, listener: Listener = ignore, **levers: str | float
+    pipe: Any,
+    fidelity: str | Fidelity = Fidelity.FAITHFUL,
+    *,
+    listener: Listener = ignore,
+    allow_denied: bool = False,
+    **levers: str | float,
 ) -> Iterator[Run]:
     """Run a diffusers pipeline faster: `with undercrank.accelerate(pipe) as run: pipe(...)`.
 
     The pipeline is called as always; each call is planned from its own arguments. On leaving, the pipeline is
     what the same calls on the stock pipeline would have left. Blocks nest: the inner one's words hold inside it.
 
-    levers: knob=value ("auto", "off", "on" or a setting, which may be a number). Raises BadInput for an unknown knob,
-    LeverRefused (at the call) for a lever that cannot be honoured.
+    levers: knob=value ("auto", "off", "on" or a setting, which may be a number). allow_denied: also a setting that
+    measured rows deny. Raises BadInput for an unknown knob, LeverRefused (at the call) for a lever that cannot be
+    honoured.
     """
     if not all(hasattr(pipe, name) for name in ("progress_bar", "components", "scheduler", "_execution_device")):
         raise BadInput(f"accelerate takes a loaded diffusers pipeline, not {type(pipe).__name__}", field="pipe")
@@ -594,7 +601,7 @@ def accelerate(
     with ExitStack() as stack:
         with _HOLDING:
             hold = _HELD.get(pipe) or stack.enter_context(_Hold(pipe))
-        run = Run(fidelity=word, wishes=wishes, rig=hold.rig, listener=listener)
+        run = Run(fidelity=word, wishes=wishes, allow_denied=allow_denied, rig=hold.rig, listener=listener)
         stack.enter_context(hold.within(run))
         yield run
 
@@ -736,6 +743,7 @@ def _request_of(arguments: Mapping[str, Any], family: Family, run: Run) -> Reque
         guidance_scale=number("guidance_scale", family.guidance_scale),
         fidelity=run.fidelity,
         wishes=run.wishes,
+        allow_denied=run.allow_denied,
     )
 
 

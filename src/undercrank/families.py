@@ -14,8 +14,8 @@ Traits: any_aspect (trained on an area rather than on a shape), audio, cache_con
 branches), control_input, diffusion_forcing, dynamic_cfg (takes `use_dynamic_cfg`), embedded_guidance (the scale is an
 input of the denoiser: one call a step), expand_timesteps, flow_shift (its scheduler's shift can be set), guider (the
 scale lives in `pipe.guider`), image_input, no_callback (takes no `callback_on_step_end`), one_size (runs at its
-trained sizes only), size_from_image (takes no width and height), toy_domain (its note is said before each run),
-two_experts, video_input.
+trained sizes only), size_from_image (takes no width and height), narrow (no layer is 512 features wide both ways),
+toy_domain (its note is said before each run), two_experts, video_input.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ _FLIPBOOK = replace(
     text_encoder_params=1_480_000,
     vae_params=3_270_000,
     transformer_width=256,
-    traits=_WAN.traits | {"toy_domain"},
+    traits=_WAN.traits | {"toy_domain", "narrow"},
     note="flipbook knows shapes, colours, backgrounds and motions; any other prompt is answered by the nearest "
     "thing it knows",
 )

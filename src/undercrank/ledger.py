@@ -44,6 +44,16 @@ class Ledger:
             row for row in self.rows if row.lever == lever and row.family == case.family.id and row.setting == setting
         )
 
+    def denied(self, lever: str, case: Case, setting: str) -> tuple[Measurement, ...]:
+        """Rows that deny this setting for this model, or a part of it."""
+        words = set(setting.split())
+        return tuple(
+            row
+            for row in self.rows
+            if row.verdict == "denied" and row.lever == lever and row.family == case.family.id
+            and set(row.setting.split()) <= words
+        )  # fmt: skip
+
     def floor_for(self, plan: Plan) -> Measurement | None:
         """The newest row that holds a rounding floor for this model, size, dtype and number of steps."""
         asked = plan.request

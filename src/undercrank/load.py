@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from undercrank.levers.formats import convert, form_of
 from undercrank.records import BadInput, Family, LoadSpec
 from undercrank.rig import Rig
 from undercrank.sources import (
@@ -63,7 +64,8 @@ def load(
     """Read the weights, yield the rig, free everything on leaving, also when reading fails half-way.
 
     `check_cancelled` is asked while the load waits for its turn and then between two tensors: what it raises leaves
-    nothing behind. Raises NotFound (nothing there), BadInput (pickles, foreign code, a broken folder).
+    nothing behind. Raises NotFound (nothing there), BadInput (pickles, foreign code, a broken folder),
+    LeverRefused (weights that cannot be kept in the format asked for).
     """
     folder = locate(spec)
     index = read_index(folder)
@@ -72,7 +74,7 @@ def load(
     with ExitStack() as stack:
         stack.callback(_free_device_memory, spec.device)
         with _my_turn(check_cancelled), _quiet_bars(), _Asking(check_cancelled):
-            parts = _load_parts(folder, index, spec, listener, check_cancelled)
+            parts = _load_parts(folder, index, spec, family, listener, check_cancelled)
             pipe = _assemble(folder, index, parts, spec, check_cancelled)
         total = sum(bytes_of(folder / name, spec.allow_pickle) for name in parts)
         parts.clear()
@@ -111,7 +113,12 @@ class _Asking(TorchFunctionMode):
 
 
 def _load_parts(
-    folder: Path, index: dict[str, Any], spec: LoadSpec, listener: Listener, check_cancelled: Check
+    folder: Path,
+    index: dict[str, Any],
+    spec: LoadSpec,
+    family: Family,
+    listener: Listener,
+    check_cancelled: Check,
 ) -> dict[str, Any]:
     names = weighted(folder, index)
     sizes = {name: bytes_of(folder / name, spec.allow_pickle) for name in names}
@@ -119,14 +126,16 @@ def _load_parts(
     listener(Event(stage="load", done=0, total=total, unit="bytes"))
     for name in names:
         check_cancelled()
-        parts[name] = _load_part(folder / name, components(index)[name], spec, check_cancelled)
+        parts[name] = _load_part(folder / name, components(index)[name], spec, family, check_cancelled)
         done += sizes[name]
         listener(Event(stage="load", done=done, total=total, unit="bytes"))
     check_cancelled()
     return parts
 
 
-def _load_part(folder: Path, entry: list[Any], spec: LoadSpec, check_cancelled: Check = lambda: None) -> Any:
+def _load_part(
+    folder: Path, entry: list[Any], spec: LoadSpec, family: Family, check_cancelled: Check = lambda: None
+) -> Any:
     library, class_name = entry
     cls = getattr(import_module(library), class_name, None)
     if cls is None:
@@ -140,7 +149,11 @@ def _load_part(folder: Path, entry: list[Any], spec: LoadSpec, check_cancelled: 
     }
     with _read_errors(folder, check_cancelled):
         part = cls.from_pretrained(str(folder), **options)
-    return part.eval().requires_grad_(False).to(spec.device)
+    part = part.eval().requires_grad_(False)
+    home = spec.device if spec.resident else "cpu"
+    if form := form_of(folder.name, spec):
+        convert(part, folder.name, form, device=home, narrow="narrow" in family.traits)
+    return part.to(home)
 
 
 def _assemble(

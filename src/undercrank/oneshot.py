@@ -36,7 +36,7 @@ OPTIONS = {
     "prompt": "prompt", "model": "model", "negative_prompt": "negative_prompt", "image": "image",
     "frames": "num_frames", "fps": "fps", "steps": "num_inference_steps", "guidance": "guidance_scale",
     "guidance_2": "guidance_scale_2", "flow_shift": "flow_shift", "seed": "seed", "fidelity": "fidelity",
-    "lever": "wishes", "device": "device", "dtype": "dtype",
+    "lever": "wishes", "device": "device", "dtype": "dtype", "allow_denied": "allow_denied",
 }  # fmt: skip
 "Command-line parameter -> field of the Request; `size` fills two."
 

@@ -86,12 +86,12 @@ def make_plan(
     load = replace(load or load_spec(family), dtype=str(resolved.dtype), device=device.torch_name)
     case = case_of(resolved, family, machine, device, load, live)
     case = replace(case, is_calibrated=ledger.is_calibrated(family.id, case.dtype))
-    levers, decisions = decide(resolved, case, ledger)
+    levers, decisions = decide(resolved, case, ledger, load)
     for lever in levers:
         if strict:
             lever.check(case)
         load = lever.configure(load)
-    case = replace(case, engaged=tuple(lever.name for lever in levers))
+    case = under(case, levers)
     expected = expect(case, ledger)
     if live is None and (expected.peak_bytes or 0) > device.free_bytes:
         notes = (*notes, f"does not fit: {device.torch_name} has {gib(device.free_bytes)} free; {fitting(case)}")
@@ -122,7 +122,7 @@ def case_of(
     """The case that levers are asked about, from a resolved request."""
     assert request.width and request.height and request.num_frames and request.num_inference_steps
     assert request.guidance_scale is not None and request.dtype is not None
-    return Case(
+    case = Case(
         family=family,
         machine=machine,
         device=device,
@@ -137,6 +137,14 @@ def case_of(
         engaged=engaged,
         parameters=load.parameters or family.transformer_params + family.text_encoder_params + family.vae_params,
     )
+    return replace(case, weights=_dense_bytes(case), working_bytes=_working_bytes(case))
+
+
+def under(case: Case, levers: Iterable[Lever]) -> Case:
+    """The case with these levers on."""
+    for lever in levers:
+        case = replace(case, engaged=(*case.engaged, lever.name), weights=dict(lever.holds(case)))
+    return case
 
 
 # --------------------------------------------------------------------------- the request
@@ -313,7 +321,9 @@ def _notes(asked: Request, resolved: Request, family: Family) -> list[str]:
 # --------------------------------------------------------------------------- the levers
 
 
-def decide(request: Request, case: Case, ledger: Ledger) -> tuple[tuple[Lever, ...], tuple[Decision, ...]]:
+def decide(
+    request: Request, case: Case, ledger: Ledger, load: LoadSpec
+) -> tuple[tuple[Lever, ...], tuple[Decision, ...]]:
     """One decision for every lever in ORDER. Raises LeverRefused for an explicit wish that cannot be honoured.
 
     What was asked for by name is decided first: a lever that decides by itself then gives way to it.
@@ -322,7 +332,8 @@ def decide(request: Request, case: Case, ledger: Ledger) -> tuple[tuple[Lever, .
     decided: dict[type[Lever], Decision] = {}
     for cls in sorted(ORDER, key=lambda cls: (not _explicit(cls, request), _gains_less(cls, case, ledger))):
         clash = _clash(cls, list(engaged))
-        lever, decided[cls] = _decide_one(cls, request, replace(case, engaged=_names(engaged)), ledger, clash)
+        now = under(case, [engaged[cls] for cls in ORDER if cls in engaged])
+        lever, decided[cls] = _decide_one(cls, request, now, ledger, clash, load)
         if lever is not None:
             engaged[cls] = lever
     return tuple(engaged[cls] for cls in ORDER if cls in engaged), tuple(decided[cls] for cls in ORDER)
@@ -338,12 +349,10 @@ def _gains_less(cls: type[Lever], case: Case, ledger: Ledger) -> bool:
     return any(gain(rival) > gain(cls.name) for rival in cls.needs.rivals)
 
 
-def _names(engaged: dict[type[Lever], Lever]) -> tuple[str, ...]:
-    return tuple(cls.name for cls in ORDER if cls in engaged)
-
-
 def _wishes_of(cls: type[Lever], request: Request) -> dict[str, str]:
-    return {knob: value for knob, value in request.wishes if lever_of_knob(knob) is cls}
+    return {
+        knob: "off" if value in cls.off_words else value for knob, value in request.wishes if lever_of_knob(knob) is cls
+    }
 
 
 def _explicit(cls: type[Lever], request: Request) -> dict[str, str]:
@@ -357,12 +366,14 @@ def _clash(cls: type[Lever], engaged: list[type[Lever]]) -> str | None:
 
 
 def _decide_one(
-    cls: type[Lever], request: Request, case: Case, ledger: Ledger, clash: str | None
+    cls: type[Lever], request: Request, case: Case, ledger: Ledger, clash: str | None, load: LoadSpec
 ) -> tuple[Lever | None, Decision]:
     """The first of the lever's choices that may engage; what is said of the last one where none may."""
     wishes, explicit = _wishes_of(cls, request), _explicit(cls, request)
-    for choice in cls.from_wish(explicit).choices(case):
-        lever, decision = _decide_choice(choice, wishes, explicit, request, case, ledger, clash)
+    settings = {knob: value for knob, value in wishes.items() if value != "auto"} if cls.apart else explicit
+    for choice in cls.from_wish(settings).choices(case):
+        hindrance = clash or _comes_too_late(choice, load)
+        lever, decision = _decide_choice(choice, wishes, explicit, request, case, ledger, hindrance)
         if lever is not None:
             break
     return lever, decision
@@ -375,7 +386,7 @@ def _decide_choice(
     request: Request,
     case: Case,
     ledger: Ledger,
-    clash: str | None,
+    hindrance: str | None,
 ) -> tuple[Lever | None, Decision]:
     cls = type(lever)
     requested = " ".join(f"{knob}={value}" for knob, value in wishes.items()) or "auto"
@@ -392,23 +403,30 @@ def _decide_choice(
             evidence=tuple(row.id for row in rows),
         )
 
-    if wishes.get((cls.knobs or (cls.name,))[0]) == "off" or ("off" in wishes.values() and not explicit):
+    if _is_off(cls, wishes, explicit):
         return None, answer(Status.DECLINED, "asked for off")
-    if unmet := unmet_need(cls, case) or lever.lacks(case) or clash:
+    if unmet := unmet_need(cls, case) or lever.lacks(case) or hindrance:
         if explicit:
             raise LeverRefused(f"{requested}: {unmet}")
         return None, answer(Status.UNSUPPORTED, unmet)
     doubt = lever.doubt(case)
+    denied = ledger.denied(cls.name, case, lever.setting)
     if explicit:
+        if denied and not request.allow_denied:
+            raise LeverRefused(f"{requested} is {denied_by(denied[0])}; --allow-denied uses it all the same")
         if request.fidelity is Fidelity.EXACT and promise is not Promise.EXACT:
             raise LeverRefused(
                 f"{requested} is {promise.value}, and fidelity exact was asked for: leave one of the two out"
             )
-        return lever, answer(Status.APPLIED, f"asked for, although {doubt}" if doubt else "asked for")
+        doubts = [*([denied_by(denied[0])] if denied else []), *([doubt] if doubt else [])]
+        reason = f"asked for, although {' and '.join(doubts)}" if doubts else "asked for"
+        return lever, answer(Status.APPLIED, reason, denied)
     if promise.rank > request.fidelity.ceiling.rank:
         return None, answer(Status.DECLINED, f"{promise.value}, and fidelity {request.fidelity.value} allows less")
     if doubt:
         return None, answer(Status.DECLINED, doubt)
+    if denied:
+        return None, answer(Status.DECLINED, denied_by(denied[0]), denied)
     rows = ledger.of_lever(cls.name, case, lever.setting)
     if slower := measured_slower(rows, case):
         return None, answer(Status.DECLINED, slower, rows)
@@ -428,6 +446,28 @@ def _decide_choice(
         vouched = "published, not verified here"
     reason = "; ".join(filter(None, (lever.summary, f"promise {promise.value}", vouched)))
     return lever, answer(Status.APPLIED, reason, rows)
+
+
+def _is_off(cls: type[Lever], wishes: dict[str, str], explicit: dict[str, str]) -> bool:
+    """The first knob stands for the lever, unless each knob speaks of a thing of its own."""
+    knobs_of = cls.knobs or (cls.name,)
+    if cls.apart:
+        return all(wishes.get(knob) == "off" for knob in knobs_of)
+    return wishes.get(knobs_of[0]) == "off" or ("off" in wishes.values() and not explicit)
+
+
+def _comes_too_late(lever: Lever, load: LoadSpec) -> str | None:
+    """A lever that changes how weights are loaded can do nothing for a pipeline that came loaded."""
+    if load.source != "live" or lever.configure(load) == load:
+        return None
+    return "already loaded: it acts while weights are read, so let undercrank load the model"
+
+
+def denied_by(row: Measurement) -> str:
+    """What a row that denies a setting has measured, in words."""
+    found = [f"{row.gain:.2f}x" if row.gain is not None else ""]
+    found += [f"{metric} {value:.3g}" for metric, value in row.distances.items()]
+    return f"denied by what was measured: {', '.join(filter(None, found))} on {row.device} ({row.id})"
 
 
 def unmet_need(cls: type[Lever], case: Case) -> str | None:
@@ -483,7 +523,7 @@ def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity, case: Case)
     if not rows:
         return "unmeasured here: its distance on this model is not in the ledger"
     gain = _median(row.gain if row.gain is not None and math.isfinite(row.gain) else 0.0 for row in rows)
-    if gain < MIN_GAIN:
+    if gain < MIN_GAIN and not any(row.verdict == "allowed" for row in rows):
         return f"gains {gain:.2f}x, less than {MIN_GAIN}x"
     bounds = BOUNDS[fidelity]
     measured = [metric for metric in bounds if any(metric in row.distances for row in rows)]
@@ -560,16 +600,37 @@ def _expected_peak(case: Case, ledger: Ledger) -> tuple[int | None, str]:
 
 def expected_bytes(case: Case) -> tuple[int | None, str]:
     """Weights by their counted parameters, working memory by formula; a guard against hopeless runs, no promise."""
-    family, value = case.family, BYTES_PER_VALUE[case.dtype]
-    if not case.parameters or not family.transformer_width:
+    if not case.weights or not case.family.transformer_width:
         return None, "the number of parameters of this model is not known"
-    weights = value * case.parameters
+    total = sum(case.weights.values()) + _working_bytes(case)
+    return total, "weights counted, working memory by formula, not measured"
+
+
+def _dense_bytes(case: Case) -> dict[str, int]:
+    """Of each role, by its share of the published counts; where a folder was counted, of that count."""
+    family, value = case.family, BYTES_PER_VALUE[case.dtype]
+    published = {
+        "transformer": family.transformer_params,
+        "text_encoder": family.text_encoder_params,
+        "vae": family.vae_params,
+    }
+    if not case.parameters:
+        return {}
+    if not (total := sum(published.values())):
+        return {"transformer": value * case.parameters}
+    counted = {role: case.parameters * count // total for role, count in published.items()}
+    counted["transformer"] += case.parameters - sum(counted.values())
+    return {role: value * count for role, count in counted.items()}
+
+
+def _working_bytes(case: Case) -> int:
+    family, value = case.family, BYTES_PER_VALUE[case.dtype]
     # One block's inputs, its MLP (4 x width) and attention's q, k, v and output, all alive at once.
     denoise = value * _tokens(case) * family.transformer_width * 12
     # The VAE's widest layers at full size over one chunk of frames, in and out.
     decode = value * case.width * case.height * family.temporal_stride * 96 * 2
     frames = 4 * 3 * case.width * case.height * case.num_frames
-    return weights + max(denoise, decode + frames), "weights counted, working memory by formula, not measured"
+    return max(denoise, decode + frames)
 
 
 def refuse_if_too_big(plan: Plan, family: Family, machine: Machine, device: Device) -> None:
@@ -577,7 +638,7 @@ def refuse_if_too_big(plan: Plan, family: Family, machine: Machine, device: Devi
     peak = plan.expected.peak_bytes
     if peak is None or peak <= device.free_bytes:
         return
-    case = case_of(plan.request, family, machine, device, plan.load)
+    case = under(case_of(plan.request, family, machine, device, plan.load), plan.levers)
     need, free = gib(peak), gib(device.free_bytes)
     raise OutOfMemory(f"{family.title} needs about {need} and {device.torch_name} has {free} free: {fitting(case)}")
 
@@ -588,7 +649,7 @@ def fitting(case: Case, budget_bytes: int | None = None) -> str:
     for smaller in _smaller(case):
         if (expected_bytes(smaller)[0] or 0) <= budget:
             return f"{smaller.width}x{smaller.height} with {smaller.num_frames} frames would fit"
-    if BYTES_PER_VALUE[case.dtype] * case.parameters > budget:
+    if sum(case.weights.values()) > budget:
         return "its weights alone do not fit here: choose a smaller model or a device with more memory"
     return "not even its smallest clip fits here: choose a smaller model or a device with more memory"
 

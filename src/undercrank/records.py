@@ -279,6 +279,8 @@ class Request(Record):
     wishes: tuple[tuple[str, str], ...] = ()
     device: str | None = None
     dtype: str | None = None
+    allow_denied: bool = False
+    "Honour a wish that measured rows speak against."
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fidelity", Fidelity.of(self.fidelity))  # a plain word is welcome, a wrong one is not
@@ -417,6 +419,9 @@ class Measurement(Record):
     "What the runs of the floor differ in, and their dtype."
     calibrated_on: tuple[str, ...] = ()
     "Prompts and seeds of the runs that set the lever up; none of them is among the films."
+    verdict: str = ""
+    """What follows from the row, where its figures do not say it alone. denied: refused even where it is asked for;
+    allowed: worth its distance without a gain in time, for the memory that it saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -491,6 +496,10 @@ class Case(Record):
     fidelity: Fidelity = Fidelity.FAITHFUL
     is_calibrated: bool = False
     "Has a run of this model in this dtype been measured here for step_cache?"
+    weights: dict[str, int] = field(default_factory=dict)
+    "Bytes of each component that the device holds at a time under the levers that are on; empty: unknown."
+    working_bytes: int = 0
+    "What the run needs beside the weights, by formula."
 
 
 # --------------------------------------------------------------------------- what is decided
@@ -510,6 +519,10 @@ class LoadSpec(Record):
     allow_pickle: bool = False
     parameters: int = 0
     "Counted in the files' headers where a folder is at hand; 0: the family's published counts hold."
+    formats: tuple[tuple[str, str], ...] = ()
+    "(role of a component, its weight format) where it is not that of `dtype`."
+    resident: bool = True
+    "All weights lie on the device; else they are on the host until a lever sends for them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -632,6 +645,10 @@ class Lever(Record):
     "`auto` engages it only where a ledger row of this model on this kind of device shows a gain."
     only_identical: ClassVar[bool] = False
     "`auto` engages it only where such a row shows the same frames, bit for bit."
+    apart: ClassVar[bool] = False
+    "Its knobs speak of different things: off for one of them is off for that one alone."
+    off_words: ClassVar[tuple[str, ...]] = ("off",)
+    "What its knobs call off."
 
     def promises(self, case: Case) -> Promise:
         """What it does to the numbers in this case."""
@@ -664,6 +681,10 @@ class Lever(Record):
     def doubt(self, case: Case) -> str | None:
         """A reason to leave it off here; None: no objection."""
         return None
+
+    def holds(self, case: Case) -> Mapping[str, int]:
+        """Bytes of each component that the device holds at a time with this lever on; `case.weights`: as without."""
+        return case.weights
 
     def configure(self, load: LoadSpec) -> LoadSpec:
         """What it changes about how weights are loaded (undone by a reload)."""

@@ -92,6 +92,20 @@ def appended(items: list[Any], value: Any) -> Iterator[Any]:
             del items[index]
 
 
+@contextmanager
+def kept(obj: Any, *names: str) -> Iterator[None]:
+    """What a library's own calls make of these attributes of the instance inside the block is taken back after it."""
+    before = {name: obj.__dict__.get(name, _ABSENT) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                obj.__dict__.pop(name, None)
+            else:
+                object.__setattr__(obj, name, value)
+
+
 def _refuse_foreign(is_ours: bool, what: str) -> None:
     """What somebody else put over ours since must not be taken off, and ours below it cannot be: say so."""
     if not is_ours:

@@ -10,11 +10,15 @@ from undercrank.levers.cfg_parallel import CfgParallel
 from undercrank.levers.compile import Compile
 from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.host_sync import HostSync
+from undercrank.levers.offload import Offload
+from undercrank.levers.quantize import Quantize
 from undercrank.levers.step_cache import StepCache
 from undercrank.levers.text_trim import TextTrim
 from undercrank.records import Lever
 
 ORDER: tuple[type[Lever], ...] = (
+    Quantize,  # at load, before weights are placed: whatever moves, reads or compiles them finds them as they are
+    Offload,  # after the formats, whose bytes it moves; its hooks are the innermost: what comes next wraps them
     CfgParallel,  # copies denoisers that nothing has touched, so that all others engage on both; it routes where a
     # denoiser is called, which is above all that they change in its forward and its blocks
     TextTrim,  # decides how many tokens there are: whatever chooses, captures or compiles by shape comes after it

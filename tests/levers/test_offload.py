@@ -1,0 +1,134 @@
+"""offload: the same film with the weights on the host, and a choice only where the resident form does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from undercrank import families
+from undercrank.ledger import Ledger
+from undercrank.levers import formats
+from undercrank.levers.formats import FORMATS
+from undercrank.levers.offload import Offload
+from undercrank.load import load
+from undercrank.planner import load_spec, make_plan, refuse_if_too_big
+from undercrank.records import BadInput, Device, LeverRefused, Machine, OutOfMemory, Plan, Request
+from undercrank.rig import Rig
+from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
+
+GIB = 1 << 30
+GPU = Device(kind="cuda", name="a GPU", capability=(10, 0), free_bytes=139 * GIB)
+WAN = "wan2.1-14b"
+
+
+def plan(free_gib: float = 139, device: Device = GPU, **more: Any) -> Plan:
+    wishes = tuple(more.pop("wishes", {}).items())
+    machine = Machine(
+        name="m",
+        devices=(replace(device, free_bytes=int(free_gib * GIB)),),
+        cpu_count=1,
+        packages={"torchao": "0.18.0"},
+    )
+    request = Request(prompt="a fox", model=WAN, wishes=wishes, **more)
+    return make_plan(request, family=families.family(WAN), machine=machine, ledger=Ledger())
+
+
+def mode(made: Plan) -> str:
+    return next((lever.mode for lever in made.levers if isinstance(lever, Offload)), "none")
+
+
+def reason(made: Plan) -> str:
+    return next(each.reason for each in made.decisions if each.lever == "offload")
+
+
+def test_it_stays_off_where_everything_fits() -> None:
+    made = plan()
+    assert mode(made) == "none" and made.load.resident and reason(made) == "everything fits on the device"
+
+
+def test_it_moves_as_little_as_the_device_asks_for() -> None:
+    resident = plan().expected.peak_bytes or 0
+    assert mode(plan(resident / GIB - 0.1)) == "model"
+    assert mode(plan(20)) == "group"
+    small = plan(1)
+    assert mode(small) == "none" and "does not fit with offload=group either" in reason(small)
+
+
+def test_the_plan_expects_less_of_the_device_and_the_request_is_no_longer_refused() -> None:
+    made, resident = plan(20), plan(20, wishes={"offload": "none"})
+    assert made.expected.peak_bytes < 20 * GIB < resident.expected.peak_bytes and not made.load.resident
+    family, machine = families.family(WAN), Machine(name="m", devices=(replace(GPU, free_bytes=20 * GIB),), cpu_count=1)
+    refuse_if_too_big(made, family, machine, machine.devices[0])
+    with pytest.raises(OutOfMemory):
+        refuse_if_too_big(resident, family, machine, machine.devices[0])
+
+
+def test_weights_of_fewer_bits_are_counted_before_they_are_moved() -> None:
+    resident = plan(wishes={"transformer_quant": "int8"})
+    assert resident.expected.peak_bytes < plan().expected.peak_bytes
+    free = resident.expected.peak_bytes / GIB + 0.1
+    assert mode(plan(free)) == "group" and mode(plan(free, wishes={"transformer_quant": "int8"})) == "none"
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(BadInput, match="choose auto, none, model, group"):
+        plan(wishes={"offload": "disk"})
+
+
+def test_a_cpu_has_nowhere_to_send_a_model_from() -> None:
+    cpu = Device(kind="cpu", name="Processor", free_bytes=48 * GIB)
+    with pytest.raises(LeverRefused, match="the CPU is none"):
+        plan(device=cpu, wishes={"offload": "model"})
+
+
+@pytest.mark.parametrize("other", ["compile", "cuda_graph"])
+def test_what_holds_on_to_addresses_of_weights_does_not_go_together_with_it(other: str) -> None:
+    with pytest.raises(LeverRefused, match="does not go together with"):
+        plan(wishes={"offload": "group", other: "on"})
+
+
+def test_blocks_are_not_moved_in_formats_that_were_not_tried() -> None:
+    with pytest.raises(LeverRefused, match="offload=group was not tried with transformer=nvfp4"):
+        plan(wishes={"offload": "group", "transformer_quant": "nvfp4"})
+    assert plan(wishes={"offload": "model", "transformer_quant": "nvfp4"}).load.formats
+
+
+def run(rig: Rig) -> torch.Tensor:
+    with rig.seams(), rig.call(), torch.no_grad():
+        return rig.pipe(**tiny_inputs(rig.pipe, steps=2)).frames
+
+
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo-1.5-480p", "cogvideox-2b", "ltx-video"])
+def test_the_film_is_stocks_to_the_bit_and_nothing_is_left(name: str) -> None:
+    pipe = tiny_pipeline(name)
+    pipe.set_progress_bar_config(disable=True)
+    rig = Rig(pipe, families.family(name), "cpu")
+    stock, before = run(rig), fingerprint(pipe)
+    with Offload(mode="group").engage(rig):
+        assert torch.equal(run(rig), stock)
+    assert differences(before, fingerprint(pipe)) == []
+
+
+@pytest.mark.parametrize("stored", [("transformer", "int8"), ("text_encoder", "fp8")])
+def test_quantised_weights_are_moved_to_the_bit(stored: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "LEAST_FEATURES", {False: 16, True: 16})
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.set_progress_bar_config(disable=True)
+    formats.convert(pipe.transformer, "transformer", FORMATS[stored], device="cpu")
+    formats.convert(pipe.vae, "vae", FORMATS["vae", "fp8"], device="cpu")
+    rig = Rig(pipe, families.family("wan2.1-1.3b"), "cpu")
+    resident = run(rig)
+    with Offload(mode="group").engage(rig):
+        assert torch.equal(run(rig), resident)
+
+
+def test_weights_that_are_not_resident_are_loaded_onto_the_host() -> None:
+    """The device does not exist here: nothing is sent to it before the lever is engaged."""
+    row = families.family("flipbook")
+    spec = replace(Offload(mode="group").configure(load_spec(row)), device="cuda:7")
+    with load(spec, row) as found:
+        assert found.rig.device == "cuda:7"
+        assert {str(weight.device) for weight in found.rig.pipe.transformer.parameters()} == {"cpu"}
