@@ -657,3 +657,16 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     with Store.open(url) as store:
         order = [store.claim("w") for _ in acknowledged]
         assert [claim.job.id for claim in order if claim] == acknowledged
+
+
+@pytest.mark.parametrize("id", ["", "\0", "video_\0", "\ud800", "x" * 1000])
+def test_an_id_that_no_database_would_hold_is_that_of_no_job(store: Store, id: str) -> None:
+    for ask in (store.get, store.cancel, store.delete):
+        with pytest.raises(NoSuchJob):
+            ask(id)
+
+
+def test_an_error_of_the_database_does_not_tell_the_prompt(store: Store) -> None:
+    with pytest.raises(sa.exc.SQLAlchemyError) as caught:
+        store.enqueue(owner="ann", model=None, request={"prompt": "my secret film"})  # type: ignore[arg-type]
+    assert "my secret film" not in str(caught.value)

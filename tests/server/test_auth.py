@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -153,10 +154,11 @@ def test_a_cookie_that_came_over_tls_goes_over_tls_only(
     assert ("Secure" in cookie) is secure
 
 
-def test_a_wrong_key_signs_nobody_in(client: TestClient, store: Store) -> None:
+@pytest.mark.parametrize("wrong", ["uc_0_0", "", "uc_\ud800_x", "uc_\0_x", "\u00e9", "x" * 200])
+def test_a_wrong_key_signs_nobody_in(client: TestClient, store: Store, wrong: str) -> None:
     key(store, "ada")
-    answer = client.post("/login", json={"key": "uc_0_0"})
-    assert answer.status_code == 401 and "set-cookie" not in answer.headers
+    answer = client.post("/login", content=json.dumps({"key": wrong}))
+    assert answer.status_code in (400, 401) and "set-cookie" not in answer.headers
 
 
 def test_a_sign_in_ends_with_its_key(client: TestClient, store: Store) -> None:

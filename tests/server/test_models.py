@@ -76,7 +76,7 @@ def test_a_command_of_somebody_else_looks_like_none(client: TestClient, store: S
     assert client.get("/v1/models/commands").json()["data"] == []
 
 
-@pytest.mark.parametrize("id", ["0", "-1", "x", "9" * 30])
+@pytest.mark.parametrize("id", ["0", "-1", "x", "9" * 30, "3000000000"])
 def test_a_command_has_a_number(client: TestClient, id: str) -> None:
     assert client.get(f"/v1/models/commands/{id}").status_code == 400
 

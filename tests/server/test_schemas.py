@@ -124,6 +124,16 @@ def test_seconds_off_the_lattice_are_refused_with_the_two_next_to_them() -> None
     assert error.field == "seconds" and "1.25 (21 frames) or 1.5 (25 frames)" in str(error)
 
 
+def test_seconds_between_two_frames_are_refused_with_the_two_next_to_them() -> None:
+    """1.03 seconds are 17.48 frames, and 17 is a length that can be made."""
+    assert "1 (17 frames) or 1.25 (21 frames)" in str(refusal(seconds="1.03"))
+    assert "625 (10001 frames)" in str(refusal(seconds="3600"))
+
+
+def test_seconds_need_a_rate() -> None:
+    assert refusal(seconds="1", fps="0").field == refusal(seconds="1", fps="-5").field == "fps"
+
+
 def test_seconds_and_frames_must_agree() -> None:
     assert asked(seconds="2", num_frames=33).num_frames == 33
     assert refusal(seconds="2", num_frames=29).field == "seconds"

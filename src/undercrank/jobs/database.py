@@ -217,7 +217,7 @@ def _sqlite(url: sa.URL, busy_s: float) -> sa.Engine:
     if not url.database or url.database == ":memory:":
         raise BadInput("the job store must be a file, since worker processes share it: sqlite:///FILE", field="db")
     _make_private_file(Path(url.database))
-    engine = sa.create_engine(url, connect_args={"timeout": busy_s}, json_serializer=_json)
+    engine = sa.create_engine(url, connect_args={"timeout": busy_s}, json_serializer=_json, hide_parameters=True)
 
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, _: object) -> None:
@@ -248,6 +248,7 @@ def _postgres(url: sa.URL, busy_s: float) -> sa.Engine:
             url,
             connect_args={"connect_timeout": max(1, int(busy_s)), "options": f"-c lock_timeout={int(busy_s * 1000)}"},
             json_serializer=_json,
+            hide_parameters=True,
             pool_pre_ping=True,
         )
     except ImportError as error:

@@ -351,7 +351,8 @@ class Queue(Database):
         query = sa.select(*_JOB_COLUMNS).where(JOBS.c.id == job_id, ~JOBS.c.hidden)
         if owner is not None:
             query = query.where(JOBS.c.owner == owner)
-        row = connection.execute(query.with_for_update() if lock else query).one_or_none()
+        asked = job_id.isprintable()  # PostgreSQL does not even look for a text that holds NUL
+        row = connection.execute(query.with_for_update() if lock else query).one_or_none() if asked else None
         if row is None:
             raise NoSuchJob(f"there is no job {job_id[:60]!r}")
         return row

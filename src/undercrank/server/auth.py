@@ -69,7 +69,7 @@ def key_in(authorization: str) -> str:
 
 def check_key(secret: str, store: Store) -> Key:
     """Raises NotAllowed."""
-    key = store.key_of(secret)
+    key = store.key_of(secret) if secret.isascii() and secret.isprintable() else None  # PostgreSQL takes no NUL
     if key is None:
         raise NotAllowed("this key is not known here, or was revoked")
     return key

@@ -22,7 +22,7 @@ from undercrank.records import BadInput, UndercrankError
 MAX_UPLOAD_BYTES = 48 * 2**20
 "A picture of 32 MiB as a data: URL, and room for its prompt."
 MAX_BODY_BYTES = 64 * 2**10
-"Everything else that is sent here: names, keys, prompts of a remix are counted as uploads."
+"Everything else: the names of models, keys."
 UPLOADS = ("/v1/videos", "/v1/plan")
 READS = ("GET", "HEAD", "OPTIONS")
 

@@ -28,7 +28,7 @@ from undercrank.server.studio import Studio, TheOwner, TheStudio
 
 router = APIRouter(tags=["models"])
 MODEL_BODY = {"x-body": "ModelName"}
-CommandId = Annotated[int, Path(ge=1, le=2**53)]
+CommandId = Annotated[int, Path(ge=1, le=2**31 - 1)]
 
 
 @router.get("/v1/models", response_model=ModelList)

@@ -226,23 +226,22 @@ def _num_frames(asked: VideoCreate, family: Family, fps: Fraction | None) -> int
     if asked.seconds is None:
         return asked.num_frames
     rate = family.fps if fps is None else fps
-    seconds = _as_seconds(asked.seconds)
-    exact = seconds * rate + 1
-    below = families.nearest_frames(family, min(int(exact), families.MAX_FRAMES))[0]
-    if exact != below or rate <= 0:
-        near = (
-            families.nearest_frames(family, int(exact))
-            if exact.denominator == 1
-            else (below, below + family.frame_step)
-        )
-        shown_near = " or ".join(f"{in_seconds(n, rate)} ({n} frames)" for n in near) if rate > 0 else "none"
-        raise BadInput(f"seconds {asked.seconds} at {rate} fps: {family.title} can make {shown_near}", field="seconds")
-    if asked.num_frames not in (None, below):
+    if rate <= 0:
+        raise BadInput(f"fps {rate}: must be above 0", field="fps")
+    exact = _as_seconds(asked.seconds) * rate + 1
+    lengths = families.nearest_frames(family, int(exact))
+    if exact not in lengths:
+        near = lengths if len(lengths) == 2 else (lengths[0], lengths[0] + family.frame_step)
+        words = " or ".join(f"{in_seconds(n, rate)} ({n} frames)" for n in near)
+        raise BadInput(f"seconds {asked.seconds} at {rate} fps: {family.title} can make {words}", field="seconds")
+    num_frames = int(exact)
+    if asked.num_frames not in (None, num_frames):
         raise BadInput(
-            f"seconds {asked.seconds} at {rate} fps are {below} frames, and num_frames says {shown(asked.num_frames)}",
+            f"seconds {asked.seconds} at {rate} fps are {num_frames} frames, and num_frames says "
+            f"{shown(asked.num_frames)}",
             field="seconds",
         )
-    return below
+    return num_frames
 
 
 def _as_seconds(text: str) -> Fraction:
