@@ -83,9 +83,9 @@ def test_every_row_has_its_columns_units_and_direction(found: Sweep) -> None:
     assert "PSNR [dB, higher is nearer]" in head and all(len(row) == len(head) for row in body)
     high = dict(zip(head, body[1], strict=True))
     assert high["setting"] == "quality=high" and high["denoiser calls"] == "36 (1.67x fewer)"
-    assert high["inside the floor"] == "PSNR: bfloat16" and high["against fewer steps"] == "18 steps:; PSNR nearer"
+    assert high["inside the floor"] == "PSNR: bfloat16" and high["against fewer steps"] == "18 steps; PSNR nearer"
     low = dict(zip(head, body[2], strict=True))
-    assert low["inside the floor"] == "PSNR: no" and low["against fewer steps"] == "13 steps:; PSNR further"
+    assert low["inside the floor"] == "PSNR: no" and low["against fewer steps"] == "13 steps; PSNR further"
 
 
 def test_markdown_is_a_table_that_nothing_typed_can_break(found: Sweep) -> None:

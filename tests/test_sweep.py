@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 
+from undercrank import report
 from undercrank.engine import Engine
 from undercrank.levers import ORDER
 from undercrank.quality import distance_of
 from undercrank.records import BadInput, Lever, Promise, Request
-from undercrank.sweep import Point, Sweep, axes, beats_rival, front, gates, grid_of, rival_of, rivals, sweep
+from undercrank.sweep import Point, Reel, Sweep, axes, beats_rival, front, gates, grid_of, rival_of, rivals, sweep
 from undercrank.testing import tiny_folder
 from undercrank.undo import swap_attr
 
@@ -144,6 +146,22 @@ def test_the_front_is_what_no_other_setting_beats_in_both() -> None:
     assert [point.label for point in front(points, "st_lpips_alex")] == ["1.5", "2.0"]
 
 
+def test_seconds_of_a_machine_that_drifted_make_no_gain(monkeypatch: Any) -> None:
+    steady, drifted = a_sweep(a_point("a"), drift=1.05), a_sweep(a_point("a"), drift=0.5)
+    assert steady.is_steady and not drifted.is_steady
+    levers = {"base": [], "a": [SimpleNamespace(name="scale")]}
+    reports = {
+        name: SimpleNamespace(plan=SimpleNamespace(levers=on), trace=SimpleNamespace(peak_bytes=1))
+        for name, on in levers.items()
+    }
+    monkeypatch.setattr(report, "row_of", lambda report, **measured: measured)
+    gains = []
+    for found in (steady, drifted):
+        swept = replace(found, points=(a_point("base", kind="reference"), a_point("a", speed=2.0)))
+        gains += [row["gain"] for row in report.as_rows(Reel(sweep=swept, reports=reports))]  # type: ignore[arg-type, index]
+    assert gains == [2.0, None]
+
+
 def test_calls_are_an_axis_where_some_are_saved() -> None:
     assert axes(a_sweep(a_point("a", calls=36))) == ["fewer_calls", "speed"] and axes(a_sweep(a_point("a"))) == [
         "speed"
@@ -205,7 +223,7 @@ def test_the_command_writes_a_report_and_rows(
     assert [Path(file).name for file in files] == ["report.html", "report.md", "results.jsonl"]
     assert all(Path(file).stat().st_size > 500 for file in files)
     (row,) = [row for row in read_ledger().rows if row.source == "measured here"]
-    assert (row.lever, row.n, row.num_inference_steps) == ("scale", 1, 4) and row.gain and row.distances["psnr_db"] < 60
+    assert (row.lever, row.n, row.num_inference_steps) == ("scale", 1, 4) and row.distances["psnr_db"] < 60
     assert row.prompts == ("a ball",) and row.calibrated_on and row.floor["psnr_db"] > 60
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="is a file; name a folder"):

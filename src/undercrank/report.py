@@ -72,8 +72,11 @@ def verdicts(found: Sweep) -> list[str]:
     for floor in found.floors:
         if floor.missing:
             sentences.append(f"No floor of {floor.name}: {floor.missing}.")
-    if abs(found.drift - 1) > 0.05:
-        sentences.append(f"The machine drifted: the first film took {found.drift:.2f}x as long at the end.")
+    if not found.is_steady:
+        sentences.append(
+            f"The machine drifted: the first film took {found.drift:.2f}x as long at the end. Read the calls, not the "
+            "seconds; the rows of this sweep have no gain."
+        )
     return sentences
 
 
@@ -91,7 +94,7 @@ def conditions(found: Sweep) -> list[tuple[str, str]]:
         ("reference", f"{found.num_inference_steps} steps, every lever off{''.join(f'; {n}' for n in found.notes)}"),
         ("machine", f"{found.machine}; {found.device}"),
         ("versions", versions),
-        ("films", f"{len(found.prompts)} prompts x {len(found.seeds)} seeds ({', '.join(map(str, found.seeds))})"),
+        ("films", f"{len(found.prompts)} prompts, each with seed {', '.join(map(str, found.seeds))}"),
         ("prompts", "; ".join(found.prompts)),
         ("set up on", f"{found.set_up}: none of the films"),
         ("drift", f"{found.drift:.3f}x: the first film again at the end, over the beginning"),
@@ -165,7 +168,7 @@ def _rival_words(point: Point, found: Sweep) -> str:
         return ""
     wins = {name: beats_rival(point, found, name) for name in gates(found)}
     words = [f"{metric_named(n).title} {'nearer' if won else 'further'}" for n, won in wins.items() if won is not None]
-    return "; ".join([f"{point.rival}:", *words])
+    return "; ".join([point.rival, *words])
 
 
 # --------------------------------------------------------------------------- ledger
@@ -191,7 +194,7 @@ def _as_row(point: Point, reel: Reel) -> Measurement | None:
         step_ms=point.loop_s / point.steps * 1000,
         spread_ms=(high - low) / 2 / point.steps * 1000,
         peak_bytes=report.trace.peak_bytes,
-        gain=point.speed,
+        gain=point.speed if found.is_steady else None,
         distances={d.metric: d.value for d in point.distances if d.value is not None},
         floor=medians(found.floors, found.dtype),
         note=f"sweep: {point.label}; {point.calls:g} denoiser calls",
@@ -357,7 +360,8 @@ svg text.mark.setting { fill: var(--setting); } svg text.mark.steps { fill: var(
 .key.floor { border-top: 2px dashed var(--floor); } .key.other { border-top: 2px dotted var(--other); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--rule); vertical-align: top; }
-th { color: var(--soft); font-weight: 500; } td { white-space: nowrap; } small { display: block; color: var(--soft); }
+th { color: var(--soft); font-weight: 500; min-width: 6.5rem; } th:first-child { min-width: 0; }
+ td { white-space: nowrap; } small { display: block; color: var(--soft); }
  tr.reference td { background: var(--band); }
 tr.setting td:first-child { color: var(--setting); font-weight: 600; } tr.steps td:nth-child(2) { color: var(--steps); }
 .stills { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 12px; }

@@ -24,6 +24,9 @@ from undercrank.records import BadInput, Distance, FidelityReport, Record, Repor
 from undercrank.rounding import Floor, Tell, beside, measure_floors, stock
 from undercrank.takes import Take, compare_takes, take, together
 
+MOST_DRIFT = 0.1
+"Of the seconds of one film, from the beginning of a sweep to its end."
+
 Wishes = tuple[tuple[str, str], ...]
 
 
@@ -91,6 +94,11 @@ class Sweep(Record):
     drift: float
     "Seconds of the first film's reference at the end over those at the beginning."
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_steady(self) -> bool:
+        """Do its seconds mean something? Not on a machine that had other work at one end of the sweep."""
+        return abs(self.drift - 1) <= MOST_DRIFT
 
     @property
     def settings(self) -> tuple[Point, ...]:
