@@ -666,7 +666,7 @@ def test_an_id_that_no_database_would_hold_is_that_of_no_job(store: Store, id: s
             ask(id)
 
 
-def test_an_error_of_the_database_does_not_tell_the_prompt(store: Store) -> None:
+def test_an_error_of_the_database_does_not_tell_the_prompt(sqlite: Store) -> None:
     with pytest.raises(sa.exc.SQLAlchemyError) as caught:
-        store.enqueue(owner="ann", model=None, request={"prompt": "my secret film"})  # type: ignore[arg-type]
+        sqlite.enqueue(owner="ann", model=None, request={"prompt": "my secret film"})  # type: ignore[arg-type]
     assert "my secret film" not in str(caught.value)
