@@ -622,3 +622,16 @@ def test_what_is_decided_before_the_loop_waits_for_nothing_in_it(wan: Any, knobs
     calibrate(wan, WAN)
     waits = stalls(wan, tiny_inputs(wan, steps=STEPS), host_sync="auto", **knobs).in_loop
     assert waits <= most and bool(waits) is bool(most)
+
+
+def test_a_checkpoint_is_another_with_an_adapter_another_value_or_another_dtype() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    plain = checkpoint(model)
+    assert checkpoint(model) == plain and len(plain) == 32
+    model[0].lora_A = torch.nn.Linear(4, 2)
+    assert checkpoint(model) != plain
+    del model[0].lora_A
+    assert checkpoint(model) == plain
+    assert checkpoint(model.bfloat16()) != plain
+    other = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    assert checkpoint(other) != plain
