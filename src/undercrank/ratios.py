@@ -39,7 +39,9 @@ class Curve(Record):
     ratios: tuple[float, ...]
     "Mean over tokens of |residual| over |residual one step before|; the first is 1."
     drifts: tuple[float, ...]
-    "Mean over tokens of |change of the residual since one step before| over |output of the stack|; the first is 0."
+    """Mean over tokens of |change of the residual since one step before| over |output of the stack|; the first is 0.
+    The change that both branches of guidance do not share counts by the scale of guidance, and is in the curves of
+    both."""
     floor: float | None = None
     """Rounding: how far one forward in the middle moves, relative to its output, when its input moves by one unit in
     the last place of the weights' dtype."""

@@ -123,10 +123,12 @@ class Scheduled:
         self._branch = ""
         self._program = "full"
         self._inputs: list[Any] = []
+        self._first: tuple[tuple[str, int], torch.Tensor] | None = None
+        "In a run that measures: how the first branch of the step changed."
 
     def forget(self) -> None:
         self.residuals.forget()
-        self._inputs = []
+        self._inputs, self._first = [], None
 
     def forward(self, part: Part, call: dict[str, Any], run: Callable[[], Any]) -> Any:
         self._branch = self._programs.branch_of(part, call)
@@ -176,9 +178,29 @@ class Scheduled:
         video = output[0] if isinstance(output, tuple) else output
         residual = video - self._inputs[0]
         held = self.residuals.held(part, self._branch)
-        before = held[0] if held else None
-        ratio, drift = _change(residual, before, video)
-        self._programs.measured(part, self._branch, ratio, drift, tokens=int(video.shape[-2]))
+        before = held[0] if held and held[0] is not None and held[0].shape == residual.shape else None
+        change = torch.zeros_like(residual) if before is None else residual - before
+        apart, is_last = self._apart(part, change)
+        self._programs.measured(
+            part,
+            self._branch,
+            ratio=torch.ones((), device=video.device) if before is None else _ratio(residual, before),
+            drift=_drift(change, apart, self._programs.guidance, video),
+            is_last=is_last,
+            tokens=int(video.shape[-2]),
+        )
+
+    def _apart(self, part: Part, change: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+        """By how much both branches of guidance change differently: halves of a batch, or this forward and the step's
+        first one. Guidance multiplies it, where what they have in common counts once."""
+        if self._programs.is_batched and change.shape[0] % 2 == 0:
+            first, second = change.chunk(2)
+            return (first - second).repeat(2, *[1] * (change.ndim - 1)), True
+        key = (part.name, self._rig.step_index)
+        if self._first is None or self._first[0] != key or self._first[1].shape != change.shape:
+            self._first = (key, change)
+            return None, False
+        return change - self._first[1], True
 
 
 def _nudged(call: dict[str, Any]) -> dict[str, Any]:
@@ -193,13 +215,15 @@ def _moved(output: Any, other: Any) -> torch.Tensor:
     return (a.float() - b.float()).norm() / a.float().norm()
 
 
-def _change(residual: torch.Tensor, before: torch.Tensor | None, output: torch.Tensor) -> tuple[Any, Any]:
-    """Mean over tokens of |r| / |r before|, as MagCache has it, and of |r - r before| / |output|."""
-    if before is None or before.shape != residual.shape:
-        return torch.ones((), device=residual.device), torch.zeros((), device=residual.device)
-    ratio = _length(residual) / (_length(before) + 1e-8)
-    drift = _length(residual - before) / (_length(output) + 1e-8)
-    return ratio.mean(), drift.mean()
+def _ratio(residual: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of |r| / |r before|, as MagCache has it."""
+    return (_length(residual) / (_length(before) + 1e-8)).mean()
+
+
+def _drift(change: torch.Tensor, apart: torch.Tensor | None, guidance: float, output: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of (|change| + guidance |change apart|) / |output|: no guided sum of branches moves further."""
+    moved = _length(change) if apart is None else _length(change) + guidance * _length(apart)
+    return (moved / (_length(output) + 1e-8)).mean()
 
 
 def _length(tensor: torch.Tensor) -> torch.Tensor:

@@ -128,11 +128,28 @@ class Programs:
         )
         return ratios.find(self._curves, identity, steps)
 
-    def measured(self, part: Part, branch: str, ratio: Any, drift: Any, *, tokens: int) -> None:
+    def measured(self, part: Part, branch: str, *, ratio: Any, drift: Any, is_last: bool, tokens: int) -> None:
+        """is_last: the drift holds all branches of the step, and stands for those before it too."""
         record = self._measured.setdefault((part.name, branch), _Measured())
         record.ratios.append(ratio)
         record.drifts.append(drift)
         record.tokens = tokens
+        for (name, _), other in self._measured.items() if is_last else ():
+            if name == part.name and len(other.drifts) == len(record.drifts):
+                other.drifts[-1] = drift
+
+    @property
+    def is_batched(self) -> bool:
+        return self._rig.family.branches == "batched"
+
+    @property
+    def guidance(self) -> float:
+        """The scale of this run, wherever the pipeline keeps it."""
+        for holder in (getattr(self._rig.pipe, "guider", None), self._rig.pipe):
+            scale = getattr(holder, "guidance_scale", None)
+            if isinstance(scale, int | float):
+                return float(scale)
+        return self._rig.family.guidance_scale
 
     def is_middle(self, part: Part) -> bool:
         phase = self._phases[part.name]

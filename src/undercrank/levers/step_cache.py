@@ -271,6 +271,11 @@ class StepCache(Lever):
         return not (rig.counters.get("step_cache.measuring") or is_short or self.skips_nothing(rig.total_steps))
 
 
+EARLY = 3
+"""An error counts by the length of its step in sigma, times sigma to this power: what goes wrong early decides more of
+the film. Found on flipbook: see `docs/levers/step_cache.md`."""
+
+
 def _searched(budget: int, phase: Phase, curve: Curve) -> Schedule:
     """The phase's share of the budget, spent where the gaps' errors are smallest."""
     if phase.steps < 2:
@@ -278,7 +283,8 @@ def _searched(budget: int, phase: Phase, curve: Curve) -> Schedule:
     share = min(phase.steps, max(2, round(budget * phase.steps / phase.total)))
     places, at = [-level for level in curve.levels], [-level for level in phase.levels]
     lengths = [early - late for early, late in pairwise(phase.levels)]
-    return schedules.searched(schedules.drifts_anew(curve.drifts, places, at), [*lengths, lengths[-1]], share)
+    weights = [length * level**EARLY for length, level in zip([*lengths, lengths[-1]], phase.levels, strict=True)]
+    return schedules.searched(schedules.drifts_anew(curve.drifts, places, at), weights, share)
 
 
 @contextmanager
