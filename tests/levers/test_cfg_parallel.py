@@ -105,6 +105,42 @@ def test_pipelines_that_batch_their_branches_make_the_same_film_up_to_rounding(n
         assert ON.verify(rig, TRACE) == []
 
 
+@pytest.mark.parametrize("name", ["WanPipeline", "WanVideoToVideoPipeline"])
+def test_one_tensor_for_both_texts_is_two_branches_all_the_same(name: str) -> None:
+    rig = rig_of(tiny_pipeline_of(name))
+    text = torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(3))
+    texts = {"prompt": None, "negative_prompt": None, "prompt_embeds": text, "negative_prompt_embeds": text}
+    stock = film(rig, **texts)
+    with ON.engage(rig):
+        for _ in range(2):
+            assert torch.equal(film(rig, **texts), stock)
+        assert together(rig) == routed(rig) > 0 and ON.verify(rig, TRACE) == []
+
+
+@pytest.mark.parametrize("name", [WAN, "hunyuanvideo-1.5-480p", "cogvideox-2b", "kandinsky5-lite"])
+def test_between_devices_of_two_kinds_all_that_a_branch_needs_is_sent_and_its_answer_comes_back(name: str) -> None:
+    """The primary on the logical device, where a tensor of another device is an error, and the replica on the CPU.
+
+    Attention is computed in other steps there, so that the latents of both agree up to rounding.
+    """
+    from undercrank.audit import DEVICE, logical_device
+
+    pipe = tiny_pipeline(name)
+    stock = pipe(**tiny_inputs(pipe, steps=3))[0]
+    rig = Rig(pipe, families.family(name), f"{DEVICE}:0")
+    with logical_device(pipe) as auditor, patch.object(replica, "refuse_patched"), contextlib.ExitStack() as stack:
+        stack.enter_context(rig.seams())
+        stack.enter_context(ON.engage(rig))
+        stack.enter_context(mirrored().engage(rig))
+        assert {weight.device.type for weight in rig.replicas[0].parameters()} == {"cpu"}
+        assert {weight.device.type for weight in rig.primaries[0].parameters()} == {DEVICE}
+        for _ in range(2):
+            with rig.call(), torch.no_grad():
+                latents = auditor.to_cpu(pipe(**tiny_inputs(pipe, steps=3))[0])
+            assert torch.allclose(latents, stock, rtol=1e-3, atol=1e-4)
+        assert together(rig) == 3
+
+
 def test_two_experts_have_a_replica_each() -> None:
     rig = rig_of(tiny_pipeline("wan2.2-a14b"))
     stock = film(rig, steps=4)

@@ -171,7 +171,10 @@ class Kinds:
         host = mask.on_host if isinstance(mask, Mirror) else mask
         place = host.data_ptr(), tuple(host.shape), _version(host)
         if place not in self._read:
-            self._read[place] = host, tuple(host.bool().sum(dim=1).tolist())  # held, so that its place stays its own
+            self._read[place] = (
+                host,
+                tuple(host.bool().sum(dim=1).cpu().tolist()),
+            )  # held, so that its place stays its own
         return self._read[place][1]
 
 
@@ -283,7 +286,7 @@ class Router:
         self.running: Future[Any] | None = None
         self._settled: OrderedDict[Hashable, None] = OrderedDict()
         self._met: dict[Hashable, None] = {}
-        self._texts: tuple[int, ...] = ()
+        self._text: int | None = None
         self._sent: dict[int, tuple[int, int, Any, Any]] = {}
         "Held with what was sent, so that an address stays that of the same tensor."
         self._is_on = False
@@ -313,7 +316,7 @@ class Router:
             while len(self._settled) > SETTLED:
                 self._settled.popitem(last=False)
             self._tell()
-        self._is_on, self.alone, self._texts = False, None, ()
+        self._is_on, self.alone, self._text = False, None, None
         self._met.clear()
         self._sent.clear()
         self.kinds.forget()
@@ -376,16 +379,12 @@ class Router:
         return self._is_first_text(kwargs)
 
     def _is_first_text(self, kwargs: dict[str, Any]) -> bool:
-        """Where the pipeline names no branch: the texts of a run are the same two tensors in every step."""
+        """Where the pipeline names no branch: in every step the run's first text comes first. Both may be one tensor."""
         text = kwargs.get("encoder_hidden_states")
-        if text is None:
+        if text is None or self.held is not None or self.alone is not None:  # the first of this step was here already
             return False
-        pointer = text.data_ptr()
-        if not self._texts:
-            self._texts = (pointer,)
-        elif len(self._texts) == 1 and pointer != self._texts[0]:
-            self._texts = (self._texts[0], pointer)
-        return pointer == self._texts[0]
+        self._text = text.data_ptr() if self._text is None else self._text
+        return bool(text.data_ptr() == self._text)
 
     def context(self) -> tuple[str, dict[str, Any]] | None:
         """The pipeline's own `cache_context` of this call, to be entered on the replica too."""

@@ -107,7 +107,7 @@ def structure(module: Any) -> dict[str, Any]:
 def sums(module: Any) -> list[int]:
     """A checksum of each weight: the sum of its bits, as integers. One read from the device for all of them."""
     each = [_words(tensor).sum(dtype=torch.int64) for _, tensor in _tensors(module)]
-    return torch.stack([total.to(each[0].device) for total in each]).tolist() if each else []
+    return torch.stack([total.to(each[0].device) for total in each]).cpu().tolist() if each else []
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
