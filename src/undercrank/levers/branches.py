@@ -379,7 +379,7 @@ class Router:
         return self._is_first_text(kwargs)
 
     def _is_first_text(self, kwargs: dict[str, Any]) -> bool:
-        """Where the pipeline names no branch: in every step the run's first text comes first. Both may be one tensor."""
+        """Where the pipeline names no branch: in each step the run's first text comes first. Both may be one tensor."""
         text = kwargs.get("encoder_hidden_states")
         if text is None or self.held is not None or self.alone is not None:  # the first of this step was here already
             return False
