@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.databases import postgres_server
 from tests.pretended import PretendedEngine, small
@@ -185,6 +186,26 @@ def test_after_a_failure_that_leaves_doubt_the_next_job_begins_with_fresh_weight
     add(store), add(store)
     run()
     assert len(engine.born) == loads and store.counts()[State.COMPLETED] == 1
+
+
+def test_a_device_that_is_lost_costs_one_job_and_the_process(
+    store: Store, data: Path, engine: type[PretendedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "device_is_lost", lambda: True)
+    monkeypatch.setattr(engine, "close", lambda self: pytest.fail("touched the device"))
+    engine.during = at("denoise", 2, raising(RuntimeError("CUDA error: an illegal memory access was encountered")))
+    failed, other = add(store), add(store)
+    with pytest.raises(SystemExit) as stop, Worker(store, data, new_engine=engine) as worker:
+        worker.run()
+    assert stop.value.code == worker_module.START_AGAIN
+    error = store.get(failed.id).error
+    assert error and error.code == "internal_error" and "illegal" in error.message
+    assert store.get(other.id).state is State.QUEUED
+
+
+def test_without_a_gpu_no_device_is_lost() -> None:
+    if not torch.cuda.is_initialized():
+        assert worker_module.device_is_lost() is False
 
 
 def test_a_request_that_cannot_be_read_fails_and_harms_nobody(store: Store, run: Run) -> None:

@@ -26,6 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import torch
+
 from undercrank import families, shelf, video
 from undercrank.engine import Clip, Engine
 from undercrank.jobs import Claim, Command, Job, JobError, Lease, LeaseLost, State, Store, StoreUnavailable, default_url
@@ -187,7 +189,11 @@ class Worker:
         if reason.code == "internal_error":
             traceback.print_exception(error, file=sys.stderr)
         error.__traceback__ = None  # it holds the frames of the run, and they hold its tensors
-        self._models.recover(error)
+        is_done_for = reason.code == "internal_error" and device_is_lost()
+        if is_done_for:
+            self._models.forget()
+        else:
+            self._models.recover(error)
         if lost:
             raise LeaseLost(f"{lease.job_id} is no longer ours (attempt {lease.attempt})")
         if stopped and work.is_cancelled:
@@ -198,6 +204,9 @@ class Worker:
             self._insist(lambda: self._store.fail(lease, reason))
         if not isinstance(error, Exception):
             raise error
+        if is_done_for:
+            _say("the device answers no more: this process ends, so that a new one may begin")
+            raise SystemExit(START_AGAIN)
 
     def _insist(self, write: Callable[[], T]) -> T:
         """The end of a job is worth waiting for: a store that is away now may be back before the lease is lost."""
@@ -283,6 +292,10 @@ class Models:
         if not foreseen:
             self.close()
         gc.collect()
+
+    def forget(self) -> None:
+        """Not even freed: on a device that is lost, that would fail too."""
+        self._engines = {}
 
     def close(self) -> None:
         for model in list(self._engines):
@@ -531,6 +544,17 @@ def _code_and_message(error: BaseException) -> tuple[str, str]:
         return "write_failed", f"a file could not be read or written: {error.strerror or error}"
     first = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
     return "internal_error", f"{type(error).__name__}: {first}"
+
+
+def device_is_lost() -> bool:
+    """After an illegal access everything fails on a GPU, for as long as the process lives."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 # --------------------------------------------------------------------------- a process
