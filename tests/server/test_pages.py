@@ -40,3 +40,10 @@ def test_nothing_of_the_page_comes_from_elsewhere() -> None:
             assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|\beval\(", text), (
                 f"{file}: text is text"
             )
+
+
+def test_a_page_names_all_modules_that_its_script_needs(client: TestClient) -> None:
+    page = client.get("/").text
+    for name in ("api.js", "recipe.js", "words.js"):
+        assert f'<link rel="modulepreload" href="/static/{name}">' in page
+        assert client.get(f"/static/{name}").headers["content-type"].startswith("text/javascript")

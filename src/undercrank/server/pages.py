@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,21 @@ def page(http: HttpRequest, studio: Studio, name: str, **context: Any) -> Any:
         owner = who_asks(http, studio).id
     except NotAllowed:
         name, owner = "login", None
-    return TEMPLATES.TemplateResponse(http, f"{name}.html", {"here": name, "owner": owner, "local": LOCAL, **context})
+    context |= {"here": name, "owner": owner, "local": LOCAL, "modules": modules_of(f"{name}.js")}
+    return TEMPLATES.TemplateResponse(http, f"{name}.html", context)
+
+
+@functools.cache
+def modules_of(script: str) -> tuple[str, ...]:
+    """All that a script imports, and what that imports: a browser that is told can fetch it all at once."""
+    found: list[str] = []
+    waiting = [script]
+    while waiting:
+        text = (STATIC / waiting.pop()).read_text(encoding="utf-8")
+        fresh = [name for name in re.findall(r'from "\./([\w.]+)"', text) if name not in found]
+        found += fresh
+        waiting += fresh
+    return tuple(sorted(found))
 
 
 @router.post("/login", response_model=Health, openapi_extra={"x-body": "Login"})

@@ -3,7 +3,7 @@
 import { content, get, post } from "./api.js";
 import { $, h } from "./dom.js";
 import { makePlayer } from "./player.js";
-import { figure, promise, rate, size } from "./words.js";
+import { figure, promise, rate, seconds, size } from "./words.js";
 
 const chosen = new URLSearchParams(location.search);
 const clips = (await all()).filter((video) => video.status === "completed");
@@ -94,7 +94,8 @@ function drag(event) {
 
 const step = (by) => player.seek(player.frame + by);
 const toggle = () => {
-  player.isPlaying ? player.pause() : player.play();
+  if (player.isPlaying) player.seek(player.frame); // both stand still in the middle of one frame
+  else player.play();
   $("play").textContent = player.isPlaying ? "Pause" : "Play";
 };
 
@@ -176,7 +177,7 @@ function differences(a, b) {
   const on = (video) => (video.plan?.decisions ?? []).filter((each) => each.status === "applied").map((each) => `${each.lever} ${each.chosen}`).join(", ") || "none";
   const rows = NAMES.map((name) => [name.replaceAll("_", " "), a.request[name], b.request[name]]);
   rows.push(["levers on", on(a), on(b)], ["promise", promise(a.promise), promise(b.promise)]);
-  rows.push(["time", a.inference_time_s?.toFixed(2), b.inference_time_s?.toFixed(2)]);
+  rows.push(["time", seconds(a.inference_time_s), seconds(b.inference_time_s)]);
   const unlike = rows.filter(([, x, y]) => String(x ?? "") !== String(y ?? ""));
   if (!unlike.length) return [h("p", { class: "hint" }, "Nothing: one recipe.")];
   return [h("table", { class: "distances" },

@@ -166,15 +166,18 @@ export function makeForm({ models, levers, changed }) {
     showPicture();
     touched();
   });
-  return { element, body, fill, problem, recall, takePicture, model };
+  /** What must be given before there can be a plan. */
+  const lacks = () => (model().takes_image && !element.input_reference.files.length ? "Choose a first frame: this model begins with a picture." : "");
+
+  return { element, body, fill, problem, recall, takePicture, lacks };
 }
 
 function knobField(name, lever) {
-  const title = h("span", { class: "label" }, name.replaceAll("_", " "));
+  const title = h("span", { class: "label" }, name.replace(/^transformer_cache/, "cache").replaceAll("_", " "));
   const control = TYPED.has(name)
     ? h("input", { name, placeholder: "auto", autocomplete: "off" })
     : h("select", { name }, ["auto", "off", ...(CHOICES[name] ?? ["on"])].map((word) => h("option", { value: word }, word)));
-  return h("label", { class: "field", title: lever.summary }, title, control);
+  return h("label", { class: "field", title: `${name}: ${lever.summary}` }, title, control);
 }
 
 function setKnob(control, value) {

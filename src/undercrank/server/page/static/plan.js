@@ -17,15 +17,20 @@ async function ask(form) {
   asked?.abort();
   asked = new AbortController();
   const { signal } = asked;
+  if (form.lacks()) return show(h("p", { class: "hint" }, form.lacks()));
   try {
     const answer = await post("/v1/plan", form.body(), { signal });
     form.problem(null);
-    $("plan-body").replaceChildren(...planView(answer.plan));
+    return show(...planView(answer.plan));
   } catch (error) {
-    if (signal.aborted) return;
+    if (signal.aborted) return undefined;
     form.problem(error.message, error.param);
-    $("plan-body").replaceChildren(h("p", { class: "hint" }, "There is no plan for these settings."));
+    return show(h("p", { class: "hint" }, "There is no plan for these settings."));
   }
+}
+
+function show(...content) {
+  $("plan-body").replaceChildren(...content);
   $("plan-body").classList.remove("is-old");
 }
 

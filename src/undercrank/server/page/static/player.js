@@ -9,14 +9,18 @@ export function makePlayer({ moved }) {
   let clip = { frames: 1, fps: 16 };
   let mode = "wipe";
   let gain = 16;
+  let at = 0; // the frame that was asked for
+  let settling = null;
 
   const middle = (frame) => (frame + 0.5) / clip.fps;
   const frameAt = (time) => Math.min(clip.frames - 1, Math.max(0, Math.floor(time * clip.fps + 1e-3)));
 
   function load(sources, { frames, fps }) {
     clip = { frames, fps };
+    at = 0;
+    settling = Promise.all([a, b].map(ready)); // whoever steps now is heard once both are there
     [a.src, b.src] = sources;
-    return Promise.all([a, b].map(ready)).then(() => seek(0));
+    return settling.finally(() => { settling = null; }).then(settle);
   }
 
   const ready = (film) => new Promise((resolve, reject) => {
@@ -26,8 +30,22 @@ export function makePlayer({ moved }) {
 
   function seek(frame) {
     pause();
-    const to = middle(Math.min(clip.frames - 1, Math.max(0, frame)));
-    return Promise.all([a, b].map((film) => sought(film, to))).then(show);
+    at = Math.min(clip.frames - 1, Math.max(0, frame));
+    settle();
+  }
+
+  /** Bring both films to the frame that was last asked for, however often that changes meanwhile. */
+  function settle() {
+    settling ??= goThere().finally(() => { settling = null; });
+    return settling;
+  }
+
+  async function goThere() {
+    for (let there = -1; there !== at; ) {
+      there = at;
+      await Promise.all([a, b].map((film) => sought(film, middle(there))));
+    }
+    show();
   }
 
   const sought = (film, to) => new Promise((resolve) => {
@@ -37,6 +55,8 @@ export function makePlayer({ moved }) {
     return undefined;
   });
 
+  const frame = () => (a.paused ? at : frameAt(a.currentTime));
+
   function play() {
     b.currentTime = a.currentTime;
     a.play();
@@ -44,6 +64,8 @@ export function makePlayer({ moved }) {
   }
 
   function pause() {
+    if (a.paused) return;
+    at = frameAt(a.currentTime);
     a.pause();
     b.pause();
   }
@@ -61,7 +83,7 @@ export function makePlayer({ moved }) {
   const next = () => (a.requestVideoFrameCallback ? a.requestVideoFrameCallback(tick) : requestAnimationFrame(tick));
 
   function show() {
-    moved(frameAt(a.currentTime), mode === "map" ? drawMap() : null);
+    moved(frame(), mode === "map" ? drawMap() : null);
   }
 
   /** |A - B| of each channel, times the gain; the largest difference of any value. */
@@ -90,7 +112,7 @@ export function makePlayer({ moved }) {
   next();
   return {
     load, seek, play, pause,
-    get frame() { return frameAt(a.currentTime); },
+    get frame() { return frame(); },
     get isPlaying() { return !a.paused; },
     set mode(word) { mode = word; show(); },
     set gain(times) { gain = times; show(); },

@@ -13,6 +13,9 @@ export function follow({ ended, gone }) {
   const cards = new Map();
   const over = new Set();
   const stream = new EventSource("/v1/events?since=living");
+  stream.addEventListener("open", () => { $("lost").hidden = true; });
+  stream.addEventListener("error", () => { $("lost").hidden = false; });
+  addEventListener("pagehide", () => stream.close());
   for (const kind of KINDS) stream.addEventListener(kind, (event) => heard(kind, JSON.parse(event.data)));
 
   function add(video) {

@@ -24,17 +24,20 @@ function restore(request, { master = false } = {}) {
 
 async function ask(event) {
   event.preventDefault();
+  if (form.lacks()) return form.problem(form.lacks(), "input_reference");
   const button = form.element.querySelector("[type=submit]");
   button.disabled = true;
   form.problem(null);
   try {
     running.add(await post("/v1/videos", form.body()));
     say("The clip is in the queue");
+    if (matchMedia("(max-width: 60rem)").matches) $("running-part").scrollIntoView(); // else it lies beside the form
   } catch (error) {
     form.problem(error.message, error.param);
   } finally {
     button.disabled = false;
   }
+  return undefined;
 }
 
 form.element.addEventListener("submit", ask);
