@@ -15,8 +15,21 @@ from undercrank import report
 from undercrank.engine import Engine
 from undercrank.levers import ORDER
 from undercrank.quality import distance_of
-from undercrank.records import BadInput, Lever, Promise, Request
-from undercrank.sweep import Point, Reel, Sweep, axes, beats_rival, front, gates, grid_of, rival_of, rivals, sweep
+from undercrank.records import BadInput, Lever, LeverRefused, Promise, Request
+from undercrank.sweep import (
+    Point,
+    Reel,
+    Sweep,
+    _possible,
+    axes,
+    beats_rival,
+    front,
+    gates,
+    grid_of,
+    rival_of,
+    rivals,
+    sweep,
+)
 from undercrank.testing import tiny_folder
 from undercrank.undo import swap_attr
 
@@ -198,6 +211,15 @@ def test_a_sweep_has_its_settings_their_rivals_and_the_floors(scale: None, engin
     )
     assert Sweep.from_json(found.to_json()) == found
     assert reel.stills["scale=1"].shape == (4, 32, 32, 3)
+
+
+def test_a_setting_that_is_refused_here_is_left_out_and_said(engine: Engine, folder: Path, monkeypatch: Any) -> None:
+    request = Request(model=str(folder), **ASKED)
+    grid = [(("host_sync", "on"),), (("offload", "model"),)]
+    possible, refused = _possible(engine, request, grid)
+    assert possible == grid[:1] and len(refused) == 1 and refused[0].startswith("left out: offload=model: ")
+    with pytest.raises(LeverRefused, match="offload=model"):
+        _possible(engine, request, grid[1:])
 
 
 def test_an_empty_grid_and_a_film_of_the_set_up_are_refused(scale: None, engine: Engine, folder: Path) -> None:

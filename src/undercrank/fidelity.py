@@ -35,9 +35,9 @@ from undercrank.rounding import (
     beside,
     floors_in_words,
     furthest,
-    main_knob,
     measure_floors,
     medians,
+    off,
     stock,
 )
 from undercrank.takes import Take, compare_takes, spread, take, together
@@ -205,8 +205,8 @@ def only(lever: str, request: Request) -> Request:
     own = next(cls for cls in ORDER if cls.name == lever)
     knobs = own.knobs or (own.name,)
     wishes = tuple((knob, value) for knob, value in request.wishes if knob in knobs)
-    off = tuple((main_knob(cls), "off") for cls in ORDER if cls is not own)
-    return replace(request, wishes=(*wishes, *off))
+    others = tuple(wish for cls in ORDER if cls is not own for wish in off(cls))
+    return replace(request, wishes=(*wishes, *others))
 
 
 # --------------------------------------------------------------------------- judged

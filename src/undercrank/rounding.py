@@ -15,7 +15,7 @@ from undercrank import metrics
 from undercrank.engine import Engine
 from undercrank.levers import ORDER
 from undercrank.metrics import METRICS
-from undercrank.records import Distance, OutOfMemory, Record, Request
+from undercrank.records import Distance, Lever, OutOfMemory, Record, Request
 from undercrank.takes import Take, compare_takes, take, together
 from undercrank.undo import swap_attr
 
@@ -45,12 +45,13 @@ class Floor(Record):
 
 def stock(request: Request) -> Request:
     """The same film with every lever off."""
-    return replace(request, wishes=tuple((main_knob(cls), "off") for cls in ORDER))
+    return replace(request, wishes=tuple(wish for cls in ORDER for wish in off(cls)))
 
 
-def main_knob(lever: Any) -> str:
-    """The knob that turns the lever off."""
-    return str((lever.knobs or (lever.name,))[0])
+def off(lever: type[Lever]) -> tuple[tuple[str, str], ...]:
+    """The wishes that turn a lever off: its first knob stands for all, unless each speaks of a thing of its own."""
+    knobs = lever.knobs or (lever.name,)
+    return tuple((knob, "off") for knob in (knobs if lever.apart else knobs[:1]))
 
 
 def measure_floors(

@@ -20,7 +20,7 @@ from undercrank.fidelity import films_of, refuse_overlap
 from undercrank.levers import ORDER, lever_of_knob
 from undercrank.metrics import GATES, METRICS
 from undercrank.prompts import SET_UP_SEED, prompts_for, set_up_prompt
-from undercrank.records import BadInput, Distance, FidelityReport, Record, Report, Request, Trace
+from undercrank.records import BadInput, Distance, FidelityReport, LeverRefused, Record, Report, Request, Trace
 from undercrank.rounding import Floor, Tell, beside, measure_floors, stock
 from undercrank.takes import Take, compare_takes, take, together
 
@@ -150,6 +150,7 @@ def sweep(
     notes = ("calibrated on this machine before, on films that are not recorded",) if known else ()
     studio = _Studio(engine, films, set_up, names, tell)
 
+    grid, refused = _possible(engine, base, grid)
     reference = studio.reference()
     settings = [studio.film(in_words(wishes), "setting", _with(base, wishes)) for wishes in grid]
     plain = [studio.film(f"{n} steps", "steps", replace(base, num_inference_steps=n)) for n in rivals(settings, base)]
@@ -181,9 +182,23 @@ def sweep(
         ),
         floors=floors,
         drift=studio.drift(),
-        notes=(*(f"on in every run: {knob}={value}" for knob, value in request.wishes), *notes),
+        notes=(*(f"on in every run: {knob}={value}" for knob, value in request.wishes), *notes, *refused),
     )
     return Reel(sweep=found, samples=studio.samples, stills=studio.stills, reports=studio.reports)
+
+
+def _possible(engine: Engine, base: Request, grid: Sequence[Wishes]) -> tuple[list[Wishes], list[str]]:
+    """The settings that this machine and model take, and in words those that they refuse. Raises where none is left."""
+    possible, refused = [], []
+    for wishes in grid:
+        try:
+            engine.plan(_with(base, wishes))
+            possible.append(wishes)
+        except LeverRefused as error:
+            refused.append(f"left out: {in_words(wishes)}: {error}")
+    if not possible:
+        raise LeverRefused("; ".join(refused))
+    return possible, refused
 
 
 class _Studio:
@@ -318,8 +333,8 @@ def _own_grid(name: str, steps: int) -> Sequence[Wishes]:
 def off_but(request: Request, wishes: Wishes) -> Request:
     """Every lever off, except those that the wishes name."""
     named = {lever_of_knob(knob) for knob, _ in wishes}
-    off = [(knob, "off") for knob, _ in stock(request).wishes if lever_of_knob(knob) not in named]
-    return replace(request, wishes=(*wishes, *off))
+    others = [wish for wish in stock(request).wishes if lever_of_knob(wish[0]) not in named]
+    return replace(request, wishes=(*wishes, *others))
 
 
 def _with(base: Request, wishes: Wishes) -> Request:

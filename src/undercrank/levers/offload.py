@@ -54,6 +54,10 @@ class Offload(Lever):
     def from_wish(cls, wishes: Mapping[str, str]) -> Self:
         return cls(mode=wishes.get("offload", "auto"))
 
+    @classmethod
+    def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
+        return tuple((("offload", mode),) for mode in MODES)
+
     @property
     def setting(self) -> str:
         return self.mode

@@ -57,6 +57,11 @@ class Quantize(Lever):
     def from_wish(cls, wishes: Mapping[str, str]) -> Self:
         return cls(**{role: wishes[knob] for role, knob in cls.KNOB_OF.items() if knob in wishes})
 
+    @classmethod
+    def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """Each component in each of its formats, alone."""
+        return tuple(((cls.KNOB_OF[role], word),) for role, word in FORMATS)
+
     @property
     def words(self) -> dict[str, str]:
         return {"transformer": self.transformer, "text_encoder": self.text_encoder, "vae": self.vae}
