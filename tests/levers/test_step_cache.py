@@ -277,6 +277,21 @@ def test_an_explicit_choice_stays_on_at_every_step_count_with_its_curve_read_ane
     assert all("0" in digits for digits in made_for.values())
 
 
+def test_a_budget_is_kept_and_leaves_the_first_steps_alone(wan: Any) -> None:
+    calibrate(wan, WAN, steps=20, ratio=1.02)
+    with cached(wan, transformer_cache_budget="9") as run:
+        film(wan, steps=20, num_frames=1)
+        ran = set(run.trace.schedules.values())
+        assert len(ran) == 1, "both branches skip the same steps"
+        (digits,) = ran
+        assert digits.count("1") == 9 and digits.startswith("1111") and digits.endswith("1")
+        film(wan, steps=10, num_frames=1)
+        assert {d.count("1") for d in run.trace.schedules.values()} == {9}
+    with cached(wan, transformer_cache_budget="9", transformer_cache_retention="0.4") as run:
+        film(wan, steps=20, num_frames=1)
+        assert all(d.startswith("1" * 8) and d.count("1") == 9 for d in run.trace.schedules.values())
+
+
 def test_settings_may_be_numbers(wan: Any) -> None:
     calibrate(wan, WAN)
     with cached(wan, transformer_cache_threshold="0.3", transformer_cache_retention="0.2") as run:

@@ -11,15 +11,16 @@ OUT/settings.jsonl; a table of medians is printed. On a GPU all films of a step 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,22 +149,10 @@ def drifts_at(curve: Curve, levels: Sequence[float]) -> tuple[float, ...]:
     return schedules.drifts_anew(curve.drifts, [-x for x in curve.levels], [-x for x in levels])
 
 
-def weights_of(levels: Sequence[float], how: str) -> list[float]:
-    """How much an error in each step weighs: alike, or by the step's length in sigma."""
+def weights_of(levels: Sequence[float], power: int | None) -> list[float]:
+    """How much an error in each step weighs: alike, or by the step's length in sigma, times a power of sigma."""
     lengths = [early - late for early, late in pairwise((*levels, 0.0))]
-    return lengths if how == "sigma" else [1.0] * len(levels)
-
-
-def least_sum(drifts: Sequence[float], weights: Sequence[float], budget: int) -> Schedule:
-    """The path whose gaps' errors add up to the least, instead of the one whose largest is least."""
-    steps, reached = len(drifts), list(accumulate(drifts))
-    gaps = {
-        (i, j): sum((reached[k] - reached[i]) * weights[k] for k in range(i + 1, j))
-        for i in range(steps - 1)
-        for j in range(i + 1, steps)
-    }
-    computed = set(schedules._cheapest(gaps, steps, budget, lambda a, b: a + b)[1])
-    return tuple(step in computed for step in range(steps))
+    return [1.0 if power is None else length * level**power for length, level in zip(lengths, levels, strict=True)]
 
 
 def rule_with(ratios_: Sequence[float], count: int) -> Schedule | None:
@@ -199,27 +188,18 @@ def settings_for(steps: int, curves: dict[str, Curve], own: dict[str, Curve], le
 def searches(steps: int, budget: int, curves: dict[str, Curve], levels: Sequence[float]) -> list[Setting]:
     """Searched paths of so many steps for each branch, and MagCache's rule at as many."""
     found = []
-    drifts = {branch: drifts_at(curve, levels) for branch, curve in curves.items()}
-    both = [sum(pair) / len(pair) for pair in zip(*drifts.values(), strict=True)]
-    for weighing in ("alike", "sigma"):
-        weights = weights_of(levels, weighing)
-        ways: dict[str, Callable[[Sequence[float]], Schedule]] = {
-            "largest": lambda d, w=weights: schedules.searched(d, w, budget),
-            "largest, 3 at most": lambda d, w=weights: schedules.searched(d, w, budget, max_skip_steps=3),
-            "sum": lambda d, w=weights: least_sum(d, w, budget),
-        }
-        for way, search in ways.items():
-            try:
-                apart = {branch: search(d) for branch, d in drifts.items()}
-                joint = dict.fromkeys(drifts, search(both))
-            except schedules.BadInput:
-                continue  # fewer than three skips in a row cannot be had at this budget
-            for name, plans in (("each branch", apart), ("one for both", joint)):
-                title = f"search {budget}: {way}, {weighing}, {name}"
-                found.append(Setting(name=title, kind="search", steps=steps, schedules=plans))
-    plans = {b: rule_with(read_anew(c, levels, "nearest"), budget) for b, c in curves.items()}
-    if all(plans.values()):
-        found.append(Setting(name=f"rule at {budget}", kind="equal", steps=steps, schedules=plans))  # type: ignore[arg-type]
+    for power, kept in itertools.product((None, 0, 1, 2, 3), (0.0, 0.2)):
+        starts = range(max(1, min(int(kept * steps + 0.5), budget - 1)))
+        weights = weights_of(levels, power)
+        plans = {b: schedules.searched(drifts_at(c, levels), weights, budget, starts=starts) for b, c in curves.items()}
+        weighing = "alike" if power is None else f"sigma^{power}"
+        found.append(
+            Setting(name=f"search {budget}: {weighing}, keeps {kept}", kind="search", steps=steps, schedules=plans)
+        )
+    rule = {b: rule_with(read_anew(c, levels, "nearest"), budget) for b, c in curves.items()}
+    if None not in rule.values():
+        equal = {branch: plan for branch, plan in rule.items() if plan is not None}
+        found.append(Setting(name=f"rule at {budget}", kind="equal", steps=steps, schedules=equal))
     return found
 
 
@@ -296,8 +276,6 @@ def main() -> None:
     family = families.family("flipbook")
     films = [(prompt, seed) for seed in range(1, args.seeds + 1) for prompt in prompts_for(family, args.prompts)]
     spec = load_spec(family)
-    from dataclasses import replace
-
     with load(replace(spec, dtype="float32", device=args.device), family) as loaded, loaded.rig.seams():
         studio = Studio(loaded.rig, films, args)
         studio.keep_exact()

@@ -112,9 +112,9 @@ class StepCache(Lever):
                 "a budget says how many steps are computed: leave the threshold, the mask and other caches out",
                 field="transformer_cache_budget",
             )
-        if self.retention is not None and (self.cache in ("mask", "fbcache") or self.budget is not None):
+        if self.retention is not None and self.cache in ("mask", "fbcache"):
             raise BadInput(
-                "only MagCache's rule and EasyCache know a retention: leave it out", field="transformer_cache_retention"
+                "masks and First Block Cache know no retention: leave it out", field="transformer_cache_retention"
             )
         if self.threshold is not None and self.cache == "mask":
             raise BadInput("a mask knows no threshold: leave it out", field="transformer_cache_threshold")
@@ -246,7 +246,7 @@ class StepCache(Lever):
             return None
         if self.budget is None:
             return schedules.magcache(schedules.nearest(curve.ratios, phase.steps), self.rule)
-        return _searched(self.budget, phase, curve)
+        return _searched(self.budget, SEARCH_RETENTION if self.retention is None else self.retention, phase, curve)
 
     def engage(self, rig: Rig) -> AbstractContextManager[Any]:
         return _skipping(rig, self)
@@ -271,20 +271,26 @@ class StepCache(Lever):
         return not (rig.counters.get("step_cache.measuring") or is_short or self.skips_nothing(rig.total_steps))
 
 
-EARLY = 3
+EARLY = 2
 """An error counts by the length of its step in sigma, times sigma to this power: what goes wrong early decides more of
 the film. Found on flipbook: see `docs/levers/step_cache.md`."""
 
 
-def _searched(budget: int, phase: Phase, curve: Curve) -> Schedule:
+SEARCH_RETENTION = 0.2
+"Share of the steps that a search leaves alone at the start, where a skip may give another film altogether."
+
+
+def _searched(budget: int, retention: float, phase: Phase, curve: Curve) -> Schedule:
     """The phase's share of the budget, spent where the gaps' errors are smallest."""
     if phase.steps < 2:
         return schedules.everything(phase.steps)
     share = min(phase.steps, max(2, round(budget * phase.steps / phase.total)))
+    kept = min(int(retention * phase.steps + 0.5), share - 1)  # a small budget may be all that there is to keep
     places, at = [-level for level in curve.levels], [-level for level in phase.levels]
     lengths = [early - late for early, late in pairwise(phase.levels)]
     weights = [length * level**EARLY for length, level in zip([*lengths, lengths[-1]], phase.levels, strict=True)]
-    return schedules.searched(schedules.drifts_anew(curve.drifts, places, at), weights, share)
+    drifts = schedules.drifts_anew(curve.drifts, places, at)
+    return schedules.searched(drifts, weights, share, starts=range(max(1, kept)))
 
 
 @contextmanager
