@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from starlette.testclient import TestClient
 from structlog.testing import capture_logs
@@ -112,3 +114,17 @@ def test_an_unheard_of_method_makes_no_new_series(client: TestClient) -> None:
         client.get(f"/nothing/{number}")
     text = client.get("/metrics").text
     assert "X1" not in text and "/nothing" not in text
+
+
+def test_a_broken_ledger_is_the_servers_affair(
+    client: TestClient, own_ledger: Path, store: Store, studio: Studio
+) -> None:
+    beat(store, studio)
+    own_ledger.write_text("no row\n")
+    with capture_logs() as logged:
+        answer = client.post("/v1/videos", json=ASKED)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "ledger_broken"
+    assert str(own_ledger) not in answer.text and any(str(own_ledger) in str(line.get("reason")) for line in logged)
+    assert client.get("/readyz").json()["reasons"] == [answer.json()["error"]["message"]]
+    own_ledger.unlink()
+    assert client.post("/v1/videos", json=ASKED).status_code == 200

@@ -11,7 +11,7 @@ from undercrank import __version__
 from undercrank.jobs import StoreUnavailable
 from undercrank.server.meters import MEDIA_TYPE
 from undercrank.server.schemas import Health, Readiness, Version
-from undercrank.server.studio import Studio, TheOwner, TheStudio
+from undercrank.server.studio import LedgerBroken, Studio, TheOwner, TheStudio
 
 router = APIRouter(tags=["health"])
 
@@ -44,8 +44,8 @@ def metrics(studio: TheStudio, owner: TheOwner) -> Any:
 
 def why_not_ready(studio: Studio) -> Iterator[str]:
     try:
-        studio.store.check()
-    except StoreUnavailable as error:
+        studio.check()
+    except (StoreUnavailable, LedgerBroken) as error:
         yield str(error)
         return
     if not studio.watch.alive:

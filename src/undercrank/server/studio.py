@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from fastapi import Depends
 from starlette.requests import Request as HttpRequest
@@ -17,8 +17,9 @@ from undercrank.jobs import Limits, Store, Watch
 from undercrank.ledger import Ledger, read_ledger
 from undercrank.machine import this_machine
 from undercrank.planner import load_spec, make_plan, refuse_if_too_big
-from undercrank.records import FidelityReport, Machine, Plan, Request
+from undercrank.records import BadInput, FidelityReport, Machine, Plan, Request, UndercrankError
 from undercrank.server.auth import Owner, owner_of
+from undercrank.server.logs import log
 from undercrank.server.meters import Meters
 from undercrank.server.pictures import remove_unused
 from undercrank.settings import settings
@@ -28,6 +29,11 @@ FRESH_S = 2.0
 "How long what is known of the machine and of the ledger is taken for true."
 PATIENCE_S = 10.0
 "A worker whose heart has stood still for so long is not counted on."
+
+
+class LedgerBroken(UndercrankError):
+    http_status: ClassVar[int] = 503
+    code: ClassVar[str] = "ledger_broken"
 
 
 @dataclass(kw_only=True)
@@ -60,6 +66,11 @@ class Studio:
         """Raises StoreUnavailable, OSError."""
         remove_unused(self.folder, self.store)
 
+    def check(self) -> None:
+        """Raises StoreUnavailable, LedgerBroken: nothing could be asked for now."""
+        self.store.check()
+        self._facts()
+
     def plan(self, request: Request) -> Plan:
         """Decide everything, read nothing. Raises BadInput, LeverRefused, OutOfMemory, NotFound."""
         family = families.family(request.model)
@@ -77,7 +88,7 @@ class Studio:
         if self._known is None or now - self._known[0] > FRESH_S:
             machine = self.find_machine()
             devices = tuple(replace(device, free_bytes=device.total_bytes) for device in machine.devices)
-            self._known = (now, replace(machine, devices=devices), read_ledger())
+            self._known = (now, replace(machine, devices=devices), _ledger())
         return self._known[1], self._known[2]
 
     def limits_of(self, owner: Owner) -> Limits:
@@ -87,6 +98,15 @@ class Studio:
             max_jobs=self.limits.max_jobs if own.max_jobs is None else own.max_jobs,
             max_cost=self.limits.max_cost if own.max_cost is None else own.max_cost,
         )
+
+
+def _ledger() -> Ledger:
+    """A broken row is the server's affair: whoever asks for a clip cannot mend it, and is not told where it lies."""
+    try:
+        return read_ledger()
+    except (BadInput, OSError) as error:
+        log.error("ledger unreadable", reason=str(error))
+        raise LedgerBroken("the server cannot read its ledger of measured rows: its log says why") from error
 
 
 def studio_of(http: HttpRequest) -> Studio:
