@@ -153,6 +153,7 @@ def test_the_plan_is_there_before_the_button_is_pressed(watched: Watched, studio
     page.locator("[name=attention_backend]").select_option("flash")
     expect(plan.locator(".levers li.on .name")).to_have_text([re.compile("^attention ")])
     expect(plan.locator(".figures dd").last).to_contain_text("rounding")
+    expect(page.locator("#plan-line")).to_contain_text(re.compile(r"(time unknown|about .+ s) · .+ MiB · ≈ rounding"))
     watched.look("plan")
     assert clips(studio) == [], "nothing was started"
 

@@ -21,7 +21,9 @@ async function ask(form) {
   try {
     const answer = await post("/v1/plan", form.body(), { signal });
     form.problem(null);
-    return show(...planView(answer.plan));
+    show(...planView(answer.plan));
+    $("plan-line").textContent = inALine(answer.plan);
+    return undefined;
   } catch (error) {
     if (signal.aborted) return undefined;
     form.problem(error.message, error.param);
@@ -29,7 +31,14 @@ async function ask(form) {
   }
 }
 
+/** Beside the button, where it is in sight wherever the form was scrolled to. */
+function inALine({ expected, promise: word }) {
+  const time = expected.seconds === null ? "time unknown" : `about ${seconds(expected.seconds)}`;
+  return `${time} \u00b7 ${bytes(expected.peak_bytes)} \u00b7 ${promise(word)}`;
+}
+
 function show(...content) {
+  $("plan-line").textContent = "";
   $("plan-body").replaceChildren(...content);
   $("plan-body").classList.remove("is-old");
 }
