@@ -373,3 +373,13 @@ def test_equal_quantised_blocks_share_one_graph(word: str) -> None:
     blocks = len(pipe.transformer.blocks)
     assert blocks > 1 and rig.counters["compile.graphs"] == 1
     assert rig.counters["compile.executed"] == rig.counters["compile.calls"] >= 2 * blocks
+
+
+def test_a_stock_film_has_no_component_in_fewer_bits() -> None:
+    """Whatever rows would allow under its fidelity word."""
+    from undercrank.rounding import stock
+
+    ledger, machine = Ledger([row(setting="vae=fp8")]), Machine(name="m", devices=(HOPPER,), cpu_count=1)
+    asked, row_of = Request(model=HUNYUAN), families.family(HUNYUAN)
+    assert make_plan(asked, family=row_of, machine=machine, ledger=ledger).load.formats
+    assert not make_plan(stock(asked), family=row_of, machine=machine, ledger=ledger).load.formats
