@@ -162,6 +162,18 @@ def test_a_signal_ends_all_processes(tmp_path: Path, number: int) -> None:
         assert not any(child.is_running() for child in family)
 
 
+def test_a_stream_ends_with_the_server(tmp_path: Path) -> None:
+    """It is closed, not cut: nothing has to be killed for it."""
+    with serving(tmp_path, "--workers", "0", wait=False) as served, served.http as http:
+        until(lambda: _answers(served))
+        id = http.post("/v1/videos", json=SHORT).json()["id"]
+        kinds = []
+        for event in stream(http, id):
+            kinds.append(event["event"])
+            served.process.terminate()
+        assert kinds == ["queued"] and served.process.wait(60) == 0
+
+
 def test_a_job_goes_back_into_the_queue_when_the_server_ends(tmp_path: Path) -> None:
     with serving(tmp_path) as served, served.http as http:
         id = http.post("/v1/videos", json=LONG).json()["id"]

@@ -49,7 +49,7 @@ def refuse_if_over(studio: Studio, job_id: str, after: int) -> None:
 
 async def of_job(studio: Studio, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:
     """Until the job has ended or is gone."""
-    while True:
+    while not studio.leaving():
         events, is_over = await run_in_threadpool(_look, studio, job_id, after)
         for event in events:
             yield as_sent(event)
@@ -81,7 +81,7 @@ async def of_owner(studio: Studio, owner: str, after: int | None) -> AsyncIterat
     if after is None:
         after = await run_in_threadpool(studio.store.newest_event)
         yield ServerSentEvent(comment="from now on", id=str(after))
-    while True:
+    while not studio.leaving():
         events = await run_in_threadpool(studio.store.events_after, after, owner=owner)
         for event in events:
             yield as_sent(event)

@@ -45,7 +45,9 @@ def main() -> None:
             proxy_headers=False,
             timeout_graceful_shutdown=GRACE_S,
         )
-        asyncio.run(_serve(uvicorn.Server(config), listener))
+        server = uvicorn.Server(config)
+        studio.leaving = lambda: server.should_exit
+        asyncio.run(_serve(server, listener))
 
 
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:

@@ -47,6 +47,8 @@ class Studio:
     limits: Limits = Limits()
     hosts: tuple[str, ...] = ()
     find_machine: Callable[[], Machine] = this_machine
+    leaving: Callable[[], bool] = lambda: False
+    "Whether this process was told to end: streams end then, and clients come back to the next one."
     watch: Watch = field(default_factory=lambda: Watch(PATIENCE_S))
     "Over the hearts of workers."
     meters: Meters = field(init=False)
