@@ -39,7 +39,7 @@ _LOADING = threading.Lock()
 "transformers and diffusers build models under process-wide switches (meta device, default dtype): one load at a time."
 
 PATIENCE_S = 0.2
-"How often a load that waits for its turn asks whether it is still wanted."
+"How often a load that waits for its turn asks whether it is still wanted; how long one that ends waits for readers."
 
 Check = Callable[[], None]
 "Raises Cancelled where a load is not wanted any more."
@@ -73,7 +73,7 @@ def load(
     begun = time.perf_counter()
     with ExitStack() as stack:
         stack.callback(_free_device_memory, spec.device)
-        with _my_turn(check_cancelled), _quiet_bars(), _Asking(check_cancelled):
+        with _my_turn(check_cancelled), _quiet_bars(), _no_readers_left(), _Asking(check_cancelled):
             parts = _load_parts(folder, index, spec, family, listener, check_cancelled)
             pipe = _assemble(folder, index, parts, spec, check_cancelled)
         total = sum(bytes_of(folder / name, spec.allow_pickle) for name in parts)
@@ -97,6 +97,19 @@ def _my_turn(check_cancelled: Check) -> Iterator[None]:
         yield
     finally:
         _LOADING.release()
+
+
+@contextmanager
+def _no_readers_left() -> Iterator[None]:
+    """transformers reads with threads of its own and does not wait for them: each ends with the tensor it is at."""
+    before = set(threading.enumerate())
+    try:
+        yield
+    finally:
+        until = time.monotonic() + PATIENCE_S  # somebody else's threads are not ours to wait for any longer
+        for thread in set(threading.enumerate()) - before:
+            if thread.name.startswith("ThreadPoolExecutor"):
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 class _Asking(TorchFunctionMode):
