@@ -383,3 +383,14 @@ def test_a_stock_film_has_no_component_in_fewer_bits() -> None:
     asked, row_of = Request(model=HUNYUAN), families.family(HUNYUAN)
     assert make_plan(asked, family=row_of, machine=machine, ledger=ledger).load.formats
     assert not make_plan(stock(asked), family=row_of, machine=machine, ledger=ledger).load.formats
+
+
+def test_each_format_is_another_checkpoint_to_a_cache_that_measured_one() -> None:
+    from undercrank.levers.programs import checkpoint
+
+    parts = [model() for _ in range(4)]
+    for part in parts:
+        part.load_state_dict(parts[0].state_dict())
+    formats.convert(parts[1], "transformer", FORMATS["transformer", "int8"], device="cpu")
+    formats.convert(parts[2], "transformer", FORMATS["text_encoder", "fp8"], device="cpu")
+    assert len({checkpoint(part) for part in parts}) == 3

@@ -302,8 +302,9 @@ def decodes(subject: Subject, device: str, rehearse: bool) -> dict[str, Any]:
     work = partial(_in_chunks, vae, latents, 2, 2)
     found["tiles of 512, chunks of 2 after 2"] = _kept(lambda: _against(work, stock, device))
     vae.disable_tiling()
-    with torch.no_grad():
-        vae.to(memory_format=torch.channels_last_3d)
+    for layer in vae.modules():
+        if isinstance(layer, torch.nn.Conv3d):
+            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last_3d)
     found["channels last"] = _kept(lambda: _beside(vae, latents, stock, device))
     return found
 

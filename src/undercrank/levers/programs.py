@@ -296,7 +296,7 @@ def checkpoint(module: Any) -> str:
     LoRA, a fused adapter or another quantisation make another one. One read of the device.
     """
     digest, values = hashlib.sha256(), []
-    for name, weight in module.named_parameters():
+    for name, weight in (*module.named_parameters(), *module.named_buffers()):  # quantised weights are buffers
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         if type(weight.data) is torch.Tensor and weight.is_floating_point() and weight.device.type != "meta":
             values.append(weight.detach().reshape(-1)[:: max(1, weight.numel() // 4)][:4].float())
