@@ -187,7 +187,7 @@ def _forward(subject: Subject, pipe: Any, levers: dict[str, str], device: str, r
 
 
 def narrow_products(device: str) -> dict[str, Any]:
-    """Which numbers of rows a product of float8 with row-wise scales takes on this device, unpadded."""
+    """Which numbers of rows a product of float8 with row-wise scales takes on this device, unpadded; and its speed."""
     from undercrank.levers.fewbits import by_row
 
     weight, scale = by_row(torch.randn(512, 512, device=device), torch.float8_e4m3fn)
@@ -199,7 +199,37 @@ def narrow_products(device: str) -> dict[str, Any]:
             taken[str(count)] = "taken"
         except RuntimeError as error:
             taken[str(count)] = str(error).splitlines()[0][:200]
-    return taken
+    return {"rows": taken, "products": {str(shape): _product(*shape, device) for shape in _shapes(device)}}
+
+
+def _shapes(device: str) -> list[tuple[int, int, int]]:
+    """(rows, inputs, outputs) of Wan 2.1 14B at 480p and 81 frames."""
+    return [(64, 64, 64)] if device == "cpu" else [(32760, 5120, 5120), (32760, 5120, 13824), (32760, 13824, 5120)]
+
+
+def _product(rows: int, inputs: int, outputs: int, device: str) -> dict[str, Any]:
+    """Milliseconds of one product in bfloat16, in float8 with both ways to sum, and of quantising the input."""
+    from undercrank.levers.fewbits import by_row
+
+    x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
+    (a, scale_a), (b, scale_b) = by_row(x, torch.float8_e4m3fn), by_row(weight, torch.float8_e4m3fn)
+
+    def narrow(fast: bool) -> torch.Tensor:
+        return torch._scaled_mm(
+            a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    stock_ms, stock = _timed(lambda: x @ weight.t(), device, 10)
+    found = {"bfloat16": stock_ms}
+    for title, work in {
+        "float8 fast sums": lambda: narrow(True),
+        "float8 long sums": lambda: narrow(False),
+    }.items():
+        story, result = _timed(work, device, 10)
+        found[title] = story | {"relative_error": _relative(result.float(), stock.float())}
+    found["quantising the input, eager"], _ = _timed(lambda: by_row(x, torch.float8_e4m3fn)[0], device, 10)
+    return found
 
 
 # --------------------------------------------------------------------------- companions

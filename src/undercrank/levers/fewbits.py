@@ -18,6 +18,9 @@ TINY = 1e-12
 "The least that a row is scaled by: a row of zeros is divided by this and not by zero."
 ROWS = 16
 "Rows of a narrow product come in multiples of this: cuBLAS refused 60 of them with row-wise scales on an H200."
+FAST_SUMS = True
+"""Sums stay in the tensor core, which on Hopper keeps fewer than 32 bits of them: torchao's default too. Otherwise they
+are taken out again and again, which costs time; `tools/gpu/fewer_bits.py` measures both."""
 
 
 def by_row(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +67,7 @@ class FewBits(nn.Module):
 
 
 class FewBitsProduct(FewBits):
-    """The input is quantised row by row too, and the product is that of the 8-bit type, summed in float32."""
+    """The input is quantised row by row too, and the product is that of the 8-bit type."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -81,6 +84,7 @@ class FewBitsProduct(FewBits):
             scale_a=scale,
             scale_b=self.scale.t(),
             bias=fused,
+            use_fast_accum=FAST_SUMS,
             out_dtype=torch.bfloat16,  # the only type that row-wise scales are multiplied into
         )
         product = product[:count].to(x.dtype)
