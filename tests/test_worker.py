@@ -132,6 +132,16 @@ def test_the_times_of_a_run_are_remembered(store: Store, run: Run) -> None:
     assert [row.family for row in read_ledger().rows if row.source == "measured here"] == ["flipbook"]
 
 
+def test_runs_alike_are_remembered_a_few_times_only(store: Store, run: Run) -> None:
+    """A server makes thousands: its ledger must not grow with each."""
+    for _ in range(worker_module.KEPT_RUNS + 2):
+        add(store)
+    add(store, num_inference_steps=7)
+    run()
+    steps = [row.num_inference_steps for row in read_ledger().rows if row.source == "measured here"]
+    assert steps == [4] * worker_module.KEPT_RUNS + [7]
+
+
 def test_the_device_of_the_worker_is_for_jobs_that_name_none(store: Store, run: Run) -> None:
     jobs = [add(store), add(store, device="cpu")]
     run(device="cpu")

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from undercrank.trace import Event, Listener, ignore
 
 T = TypeVar("T")
 
+KEPT_RUNS = 5
+"Rows that one process adds to the ledger for runs alike."
 START_AGAIN = 75
 "Exit status that asks for a new process: this one's device or engine can no longer be trusted (sysexits' TEMPFAIL)."
 
@@ -86,6 +89,7 @@ class Worker:
         self._models = Models(new_engine, self._habits)
         self._heart = Heart(self.id, store, self._habits, self._models)
         self._leaving = threading.Event()
+        self._runs: Counter[tuple[Any, ...]] = Counter()
         self._stack = ExitStack()
 
     def __enter__(self) -> Worker:
@@ -171,9 +175,19 @@ class Worker:
         (folder / "live.jpg").unlink(missing_ok=True)
         if (colours := previewer.learn(clip.frames_FHWC)) is not None:
             colours.keep(request.model, self._data)
-        remember(report)
+        if self._is_news(report):
+            remember(report)
         names = {variant: shelf.stored_name(self._data, file) for variant, file in files.items()}
         return {"files": names, "report": report.to_dict()}
+
+    def _is_news(self, report: Report) -> bool:
+        """Runs alike teach the next plan nothing more, and a server makes thousands: the ledger would grow for ever."""
+        asked, load = report.request, report.plan.load
+        levers = tuple(receipt.lever for receipt in report.receipts)
+        size = (asked.width, asked.height, asked.num_frames, asked.num_inference_steps)
+        alike = (load.family, load.dtype, load.device, *size, levers)
+        self._runs[alike] += 1
+        return self._runs[alike] <= KEPT_RUNS
 
     def _request(self, claim: Claim) -> Request:
         request = Request.from_dict(claim.job.request)
