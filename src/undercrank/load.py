@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -39,7 +40,7 @@ _LOADING = threading.Lock()
 "transformers and diffusers build models under process-wide switches (meta device, default dtype): one load at a time."
 
 PATIENCE_S = 0.2
-"How often a load that waits for its turn asks whether it is still wanted; how long one that ends waits for readers."
+"How often a load that waits for its turn asks whether it is still wanted."
 
 Check = Callable[[], None]
 "Raises Cancelled where a load is not wanted any more."
@@ -101,15 +102,20 @@ def _my_turn(check_cancelled: Check) -> Iterator[None]:
 
 @contextmanager
 def _no_readers_left() -> Iterator[None]:
-    """transformers reads with threads of its own and does not wait for them: each ends with the tensor it is at."""
-    before = set(threading.enumerate())
-    try:
-        yield
-    finally:
-        until = time.monotonic() + PATIENCE_S  # somebody else's threads are not ours to wait for any longer
-        for thread in set(threading.enumerate()) - before:
-            if thread.name.startswith("ThreadPoolExecutor"):
-                thread.join(max(0.0, until - time.monotonic()))
+    """transformers reads with a pool of threads that it does not wait for, and forgets where it fails early."""
+    pools: list[ThreadPoolExecutor] = []
+
+    def pool(*args: Any, **kwargs: Any) -> ThreadPoolExecutor:
+        pools.append(ThreadPoolExecutor(*args, **kwargs))
+        return pools[-1]
+
+    reading = import_module("transformers.core_model_loading")
+    with swap_attr(reading, "ThreadPoolExecutor", pool):
+        try:
+            yield
+        finally:
+            for each in pools:  # each thread ends with the tensor that it is at
+                each.shutdown(wait=True, cancel_futures=True)
 
 
 class _Asking(TorchFunctionMode):
