@@ -9,7 +9,8 @@ from starlette.testclient import TestClient
 
 from tests.server.conftest import ASKED
 from undercrank.jobs import Store
-from undercrank.server.pages import PAGE
+from undercrank.levers import knobs, lever_of_knob
+from undercrank.server.pages import PAGE, STATIC
 
 
 @pytest.mark.parametrize(("path", "title"), [("/", "Studio"), ("/compare", "Compare"), ("/ledger", "Ledger")])
@@ -47,3 +48,18 @@ def test_a_page_names_all_modules_that_its_script_needs(client: TestClient) -> N
     for name in ("api.js", "recipe.js", "words.js"):
         assert f'<link rel="modulepreload" href="/static/{name}">' in page
         assert client.get(f"/static/{name}").headers["content-type"].startswith("text/javascript")
+
+
+def test_every_word_that_a_knob_offers_is_taken_by_its_lever() -> None:
+    text = (STATIC / "form.js").read_text(encoding="utf-8")
+    table = re.search(r"const CHOICES = \{\n(.*?)\n\};", text, re.DOTALL)
+    typed = re.findall(r'"(\w+)"', re.search(r"const TYPED = new Set\(\[(.*?)\]\)", text)[1])  # type: ignore[index]
+    assert table is not None
+    offered = {knob: re.findall(r'"(\w+)"', words) for knob, words in re.findall(r"(\w+): \[(.*?)\]", table[1])}
+    assert set(offered) <= set(knobs()) and set(typed) <= set(knobs())
+    for knob in set(knobs()) - set(typed):
+        lever = lever_of_knob(knob)
+        assert lever is not None
+        for word in offered.get(knob, ["on"]):
+            beside = {"transformer_cache_mask": "11"} if word == "mask" else {}
+            lever.from_wish({knob: word, **beside})

@@ -10,7 +10,11 @@ const CHOICES = {
   transformer_cache: ["on", "magcache", "fbcache", "easycache", "mask"],
   transformer_cache_quality: ["quality", "balanced", "fast"],
   attention_backend: ["on", "cudnn", "flash", "efficient", "flash3", "flash4", "sage"],
-  compile: ["on", "plain", "parity", "max"],
+  compile: ["on", "parity", "plain", "max"],
+  transformer_quant: ["int8", "fp8", "fp8_ffn", "mxfp8", "nvfp4"],
+  text_encoder_quant: ["int8", "fp8", "fp8_dynamic"],
+  vae_quant: ["fp8"],
+  offload: ["model", "group"],
 };
 const TYPED = new Set(["transformer_cache_threshold", "transformer_cache_budget", "transformer_cache_retention", "transformer_cache_mask"]);
 
