@@ -516,6 +516,8 @@ def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity, case: Case)
     Rows of this kind of device speak before others'; what is published elsewhere speaks for `quality` and below.
     Every metric that was measured must lie within its bound, by the median over rows.
     """
+    if denied := next((row for row in rows if row.verdict == "denied"), None):
+        return denied_by(denied)
     rows = _measured(rows)
     if fidelity is Fidelity.FAITHFUL:
         rows = tuple(row for row in rows if row.source != "published")

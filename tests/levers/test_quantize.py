@@ -18,10 +18,11 @@ from undercrank.levers.fewbits import FewBits, FewBitsProduct, by_row
 from undercrank.levers.formats import FORMATS, converted, layers
 from undercrank.levers.quantize import Quantize
 from undercrank.load import load
-from undercrank.planner import load_spec, make_plan
+from undercrank.planner import load_spec, make_plan, unproven_loss
 from undercrank.records import (
     BadInput,
     Device,
+    Fidelity,
     LeverRefused,
     LoadSpec,
     Machine,
@@ -335,6 +336,13 @@ def test_a_denied_setting_is_never_chosen_by_itself() -> None:
     rows = [row(setting="transformer=fp8"), row(setting="transformer=fp8", verdict="denied", id="d")]
     assert plan(ledger=Ledger(rows[:1])).load.formats == (("transformer", "fp8"),)
     assert plan(ledger=Ledger(rows)).load.formats == ()
+
+
+def test_a_row_that_denies_says_so_under_every_word() -> None:
+    case: Any = None
+    for word in Fidelity:
+        denial = unproven_loss((row(verdict="denied"),), word, case)
+        assert denial and denial.startswith("denied by what was measured: 1.20x, lpips 0.04")
 
 
 def test_a_pipeline_that_came_loaded_is_too_late() -> None:
