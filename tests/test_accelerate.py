@@ -218,7 +218,8 @@ def test_a_pipeline_that_is_not_in_the_table_runs_stock_and_says_so() -> None:
         film_inputs = tiny_inputs("wan2.1-1.3b", steps=2)
         with torch.no_grad():
             pipe(**film_inputs)
-    assert run.plan.levers == () and "Unheard" in run.plan.decisions[0].reason
+    assert run.plan.levers == ()
+    assert any("Unheard" in decision.reason for decision in run.plan.decisions if decision.lever == "host_sync")
 
 
 def test_an_exception_in_a_forward_under_a_guider_that_installs_hooks_leaves_the_next_run_right() -> None:

@@ -414,13 +414,15 @@ def test_a_changed_process_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(before, fingerprint(pipe)) == []
 
 
-def test_a_compilers_flag_is_seen_once_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilers_flag_is_seen_once_there_is_a_compiler() -> None:
     import torch._inductor.config as inductor
 
     pipe = shared("flipbook")
     before = fingerprint(pipe)
-    monkeypatch.setattr(inductor, "emulate_precision_casts", not inductor.emulate_precision_casts)
-    assert any("emulate_precision_casts" in said for said in differences(before, fingerprint(pipe)))
+    with inductor.patch("emulate_precision_casts", not inductor.emulate_precision_casts):  # monkeypatch would drop it
+        changed = differences(before, fingerprint(pipe))
+    assert differences(before, fingerprint(pipe)) == []
+    assert any("emulate_precision_casts" in said for said in changed)
 
 
 def test_unknown_rows_are_refused_by_name() -> None:

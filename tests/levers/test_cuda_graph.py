@@ -277,7 +277,7 @@ def test_branches_and_programs_are_told_apart(rig: Rig) -> None:
     x = torch.ones(2)
     with engaged(rig, TAPE):
         for branch, program in (("cond", "full"), ("uncond", "full"), ("cond", "skip")) * 3:
-            rig.branch, rig.program["step_cache.program"] = branch, program
+            rig._here.branch, rig.program["step_cache.program"] = branch, program
             rig.pipe.transformer(x)
         assert counted(rig) == (9, 3, 6)
 
