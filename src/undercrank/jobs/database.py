@@ -210,6 +210,9 @@ def connect(url: str, busy_s: float) -> sa.Engine:
     raise BadInput(f"the job store cannot be {parsed.drivername}: {_URLS}", field="db")
 
 
+CACHE_KIB = 512
+"Of pages, for each connection: a server has up to fifteen, and SQLite's 2000 each would pass for a leak."
+
 _URLS = "choose sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME"
 
 
@@ -222,7 +225,7 @@ def _sqlite(url: sa.URL, busy_s: float) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, _: object) -> None:
         connection.isolation_level = None  # we say BEGIN ourselves, see below
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", f"cache_size=-{CACHE_KIB}"):
             connection.execute(f"PRAGMA {pragma}")
 
     @sa.event.listens_for(engine, "begin")
