@@ -93,7 +93,7 @@ def as_seen(file: Path, profile: Path) -> str:
     return heard[0]
 
 
-@pytest.mark.parametrize(("width", "height"), [(320, 176), (1280, 720)])
+@pytest.mark.parametrize(("width", "height"), [(320, 176), (848, 480), (1280, 720)])
 def test_chromium_plays_a_clip_and_shows_its_colours(tmp_path: Path, width: int, height: int) -> None:
     frame = np.zeros((height, width, 3), np.uint8)
     for index, colour in enumerate(COLOURS):
@@ -105,4 +105,9 @@ def test_chromium_plays_a_clip_and_shows_its_colours(tmp_path: Path, width: int,
     errors = [
         max(abs(a - b) for a, b in zip(got, asked, strict=True)) for got, asked in zip(shown, COLOURS, strict=True)
     ]
-    assert max(errors) <= 12, list(zip(COLOURS, shown, strict=True))
+    # The file's planes are right to one step. Chromium's software conversion holds the weight of blue, 2.11, as at most
+    # 2.0: a saturated blue comes out 8 to 10 too dark, whoever wrote the file.
+    allowed = [10 if colour == (36, 77, 235) else 9 for colour in COLOURS]
+    assert all(error <= most for error, most in zip(errors, allowed, strict=True)), list(
+        zip(COLOURS, shown, strict=True)
+    )
