@@ -9,6 +9,7 @@ import sys
 import time
 
 import structlog
+from anyio import BrokenResourceError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from undercrank.server.meters import Meters
@@ -41,14 +42,21 @@ class Told:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun = time.perf_counter()
+        begun, has_begun = time.perf_counter(), False
 
         async def tell(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 self._answered(scope, message["status"], time.perf_counter() - begun)
             await send(message)
 
-        await self.app(scope, receive, tell)
+        try:
+            await self.app(scope, receive, tell)
+        except* BrokenResourceError:  # a stream's client left while it was being told something
+            if not has_begun:
+                raise
+            log.info("left", path=scope["path"][:200])
 
     def _answered(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"
