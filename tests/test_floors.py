@@ -34,6 +34,7 @@ FLOORS = {
         "metrics",
         "prompts",
         "rig",
+        "tensors",
         "schedules",
         "ratios",
         "jobs",

@@ -235,3 +235,15 @@ def test_what_a_library_leaves_behind_is_taken_back() -> None:
         del thing.__dict__["hooks"]
         raise Boom
     assert dict(vars(thing)) == dict(vars(a_thing()))
+
+
+def test_a_subclass_goes_by_the_name_and_module_of_its_class() -> None:
+    class Before:
+        def answer(self) -> int:
+            return 1
+
+    after = undo.subclass(Before, answer=lambda self: 2)
+    assert issubclass(after, Before) and after is not Before and after().answer() == 2
+    assert (after.__name__, after.__qualname__, after.__module__) == (
+        Before.__name__, Before.__qualname__, Before.__module__
+    )  # fmt: skip

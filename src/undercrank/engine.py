@@ -50,7 +50,7 @@ from undercrank.records import (
 from undercrank.rig import Rig
 from undercrank.sources import which_model
 from undercrank.trace import Event, Listener, Tracer, ignore
-from undercrank.undo import appended, swap_attr, swap_class
+from undercrank.undo import appended, subclass, swap_attr, swap_class
 from undercrank.words import as_fps
 from undercrank.work import around_forwards
 
@@ -707,8 +707,7 @@ def _called_through(cls: type, hold: _Hold) -> type:
             return original(self, *args, **kwargs)
         return hold.call(original, args, kwargs)
 
-    body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, __call__=__call__)
 
 
 def _arguments(

@@ -35,6 +35,11 @@ def swap_attr(obj: Any, name: str, value: Any) -> Iterator[Any]:
             object.__setattr__(obj, name, old)
 
 
+def subclass(cls: type, **body: Any) -> type:
+    """A subclass for `swap_class` that goes by the name and the module of its class."""
+    return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
 @contextmanager
 def swap_class(obj: Any, cls: type) -> Iterator[Any]:
     """Give `obj` another class (a subclass of its own): the way to override methods of one instance whole."""

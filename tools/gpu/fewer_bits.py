@@ -16,7 +16,6 @@ import gc
 import json
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from full_size import SUBJECTS, Subject
+from keeping import kept
 
 import undercrank
 from undercrank.levers import formats, knobs
@@ -52,7 +52,7 @@ def main() -> None:
         if options.only and not any(each in name for each in options.only):
             continue
         begun = time.perf_counter()
-        story[name] = _kept(work) | {"took_s": round(time.perf_counter() - begun, 1)}
+        story[name] = kept(work) | {"took_s": round(time.perf_counter() - begun, 1)}
         print(name, json.dumps(story[name])[:2000], flush=True)
         (options.out / "fewer_bits.json").write_text(json.dumps(story, indent=1))
         _free()
@@ -321,21 +321,21 @@ def decodes(subject: Subject, device: str, rehearse: bool) -> dict[str, Any]:
     for size in sizes:
         for overlap in overlaps:
             vae.enable_tiling(size, size, size // stride, size // stride, overlap)
-            found[f"tiles of {size}, overlap {overlap}"] = _kept(lambda: _beside(vae, latents, stock, device))
+            found[f"tiles of {size}, overlap {overlap}"] = kept(lambda: _beside(vae, latents, stock, device))
             vae.disable_tiling()
     lengths, contexts = ((2,), (0, 2)) if rehearse else ((1, 2, 4), (0, 1, 2, 4))
     for frames in lengths:
         for context in contexts:
             work = partial(_in_chunks, vae, latents, frames, context)
-            found[f"chunks of {frames} after {context}"] = _kept(lambda work=work: _against(work, stock, device))
+            found[f"chunks of {frames} after {context}"] = kept(lambda work=work: _against(work, stock, device))
     vae.enable_tiling(512, 512, 512 // stride, 512 // stride, 0.125)
     work = partial(_in_chunks, vae, latents, 2, 2)
-    found["tiles of 512, chunks of 2 after 2"] = _kept(lambda: _against(work, stock, device))
+    found["tiles of 512, chunks of 2 after 2"] = kept(lambda: _against(work, stock, device))
     vae.disable_tiling()
     for layer in vae.modules():
         if isinstance(layer, torch.nn.Conv3d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last_3d)
-    found["channels last"] = _kept(lambda: _beside(vae, latents, stock, device))
+    found["channels last"] = kept(lambda: _beside(vae, latents, stock, device))
     return found
 
 
@@ -423,14 +423,6 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _kept(work: Callable[[], Any]) -> dict[str, Any]:
-    """One failed row must not cost the others: its error is the row."""
-    try:
-        return work()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:400], "where": traceback.format_exc().splitlines()[-8:]}
 
 
 def _options() -> argparse.Namespace:

@@ -13,13 +13,13 @@ import argparse
 import json
 import statistics
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from keeping import kept
 
 import undercrank
 from undercrank.engine import Clip, Engine
@@ -40,7 +40,7 @@ def main() -> None:
     }
     story: dict[str, Any] = {}
     for name, work in rows.items():
-        story[name] = _kept(work)
+        story[name] = kept(work)
         print(name, json.dumps(story[name])[:3000], flush=True)
         (options.out / "first_clip.json").write_text(json.dumps(story, indent=1))
 
@@ -156,14 +156,6 @@ def _row(clip: Clip) -> dict[str, Any]:
 
 def _spread(values: tuple[float, ...]) -> dict[str, float]:
     return {"n": len(values), "median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def _kept(work: Callable[[], Any]) -> Any:
-    """One failed row must not cost the others: its error is the row."""
-    try:
-        return work()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc().splitlines()[-12:]}
 
 
 def _options() -> argparse.Namespace:

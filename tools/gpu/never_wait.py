@@ -16,13 +16,13 @@ import gc
 import json
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from full_size import SUBJECTS
+from keeping import kept
 
 import undercrank
 from undercrank.figures import floor_ms, kernel_table
@@ -75,7 +75,7 @@ class Bench:
     def compare(self, steps: int, settings: dict[str, dict[str, str]], **more: Any) -> dict[str, Any]:
         """Every setting once untimed, then forward and backward; ratios to the first setting."""
         first = {
-            name: _kept(lambda levers=levers: self.call(steps, levers, **more)) for name, levers in settings.items()
+            name: kept(lambda levers=levers: self.call(steps, levers, **more)) for name, levers in settings.items()
         }
         failed = {name: run for name, run in first.items() if "failed" in run}
         settings = {name: levers for name, levers in settings.items() if name not in failed}
@@ -360,7 +360,7 @@ def main() -> None:
                 print(f"{group}: {name}: not begun, the time is up", flush=True)
                 continue
             begun = time.perf_counter()
-            found = _kept(work)
+            found = kept(work)
             story[f"{group}: {name}"] = found | {"took_s": round(time.perf_counter() - begun, 1)}
             print(f"{group}: {name}", json.dumps(story[f"{group}: {name}"])[:2500], flush=True)
             (options.out / "never_wait.json").write_text(json.dumps(story, indent=1))
@@ -376,14 +376,6 @@ def _kept_rows(rows: Any, device: str, rehearse: bool) -> Iterator[tuple[str, Ca
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         yield "build", lambda: {"failed": message}
-
-
-def _kept(work: Callable[[], Any]) -> dict[str, Any]:
-    """One failed row must not cost the others: its error is the row."""
-    try:
-        return work()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc().splitlines()[-12:]}
 
 
 def _options() -> argparse.Namespace:

@@ -19,7 +19,6 @@ import math
 import statistics
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from unittest.mock import patch
 import diffusers
 import torch
 from full_size import SUBJECTS
+from keeping import kept
 
 from undercrank import families
 from undercrank.levers.cfg_parallel import CfgParallel
@@ -240,7 +240,7 @@ class Faults:
 
     def all(self) -> dict[str, Any]:
         names = [name for name in dir(self) if name.startswith("fault_")]
-        return {name.removeprefix("fault_").replace("_", " "): _kept(getattr(self, name)) for name in names}
+        return {name.removeprefix("fault_").replace("_", " "): kept(getattr(self, name)) for name in names}
 
     @contextlib.contextmanager
     def on(self) -> Iterator[Any]:
@@ -390,14 +390,6 @@ def _hogged(device: str, leave: int) -> Iterator[None]:
 # --------------------------------------------------------------------------- the script
 
 
-def _kept(run: Callable[[], Any]) -> Any:
-    """What it found, or how it failed: one row must not take the others with it."""
-    try:
-        return run()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:500], "trace": traceback.format_exc()[-2000:]}
-
-
 def in_words(name: str, found: Any) -> str:
     if not isinstance(found, dict) or "failed" in found:
         return f"{name}: {found if not isinstance(found, dict) else found['failed']}"
@@ -441,7 +433,7 @@ def main() -> None:
         for stack in asked.stacks:
             if is_batched and "cached" in stack:
                 continue  # refused by the levers: one call is both branches
-            found = report["rows"][f"{name}, {stack}"] = _kept(lambda s=subject, k=stack: measure(s, k, asked.there))
+            found = report["rows"][f"{name}, {stack}"] = kept(lambda s=subject, k=stack: measure(s, k, asked.there))
             print(in_words(f"{name}, {stack}", found), flush=True)
             write()
         del subject

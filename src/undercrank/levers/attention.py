@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from undercrank.records import BadInput, Case, Lever, LeverRefused, Promise, Trace
-from undercrank.undo import appended, swap_attr, swap_class
+from undercrank.undo import appended, subclass, swap_attr, swap_class
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -403,8 +403,7 @@ def _routed(cls: Any, name: str) -> type:
         with route():
             return cls.__call__(self, *args, **kwargs)
 
-    body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, __call__=__call__)
 
 
 @functools.cache

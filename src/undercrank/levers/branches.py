@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from undercrank.levers import replica
 from undercrank.levers.mirror import Mirror
+from undercrank.tensors import version_of
+from undercrank.undo import subclass
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -169,7 +171,7 @@ class Kinds:
 
     def _valid(self, mask: torch.Tensor) -> Hashable:
         host = mask.on_host if isinstance(mask, Mirror) else mask
-        place = host.data_ptr(), tuple(host.shape), _version(host)
+        place = host.data_ptr(), tuple(host.shape), version_of(host)
         if place not in self._read:
             self._read[place] = (
                 host,
@@ -287,7 +289,7 @@ class Router:
         self._settled: OrderedDict[Hashable, None] = OrderedDict()
         self._met: dict[Hashable, None] = {}
         self._text: int | None = None
-        self._sent: dict[int, tuple[int, int, Any, Any]] = {}
+        self._sent: dict[int, tuple[Any, int, Any]] = {}
         "Held with what was sent, so that an address stays that of the same tensor."
         self._is_on = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="undercrank-replica")
@@ -469,14 +471,9 @@ class Router:
         if not _is_tensor(value) or value.device != self.road.here or self.road.here == self.road.there:
             return value
         known = self._sent.get(id(value))
-        if known is None or known[:2] != (id(value), _version(value)):
-            known = self._sent[id(value)] = (id(value), _version(value), value, self.road.send(value))
-        return known[3]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Grows when a tensor is written into; tensors of inference mode do not count it."""
-    return 0 if tensor.is_inference() else tensor._version
+        if known is None or known[1] != version_of(value):
+            known = self._sent[id(value)] = value, version_of(value), self.road.send(value)
+        return known[2]
 
 
 def _compute(denoiser: Any, args: Any, kwargs: Any, context: tuple[str, dict[str, Any]] | None) -> Any:
@@ -519,8 +516,7 @@ def routed(cls: Any, pair: Pair) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return pair.call(functools.partial(cls.__call__, self), args, kwargs)
 
-    body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, __call__=__call__)
 
 
 def netted(cls: Any, router: Router) -> type:
@@ -531,5 +527,4 @@ def netted(cls: Any, router: Router) -> type:
         router.settle_late()
         return cls.step(self, *args, **kwargs)
 
-    body = {"step": step, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, step=step)

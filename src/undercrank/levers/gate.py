@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from undercrank.levers import mochi
 from undercrank.levers.mirror import Mirror, mask, sent
 from undercrank.levers.uploads import Watch, is_on_host
-from undercrank.undo import appended, swap_attr, swap_class, swap_item
+from undercrank.undo import appended, subclass, swap_attr, swap_class, swap_item
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -159,7 +159,7 @@ def _called_through(cls: Any, gate: _Gate) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return gate.call(self, functools.partial(cls.__call__, self), args, kwargs)
 
-    return _subclass(cls, {"__call__": __call__})
+    return subclass(cls, __call__=__call__)
 
 
 def _unwatched(cls: Any, watch: Watch) -> type:
@@ -168,7 +168,7 @@ def _unwatched(cls: Any, watch: Watch) -> type:
     def __iter__(self: Any) -> Any:
         return cls.__iter__(self) if torch.compiler.is_compiling() else _iterated(cls, self, watch)
 
-    return _subclass(cls, {"__iter__": __iter__})
+    return subclass(cls, __iter__=__iter__)
 
 
 def _iterated(cls: Any, blocks: Any, watch: Watch) -> Iterator[Any]:
@@ -183,11 +183,7 @@ def _sending(cls: Any, watch: Watch) -> type:
         found, device = cls.__call__(self, *args, **kwargs), watch.mode.device
         return tree_map(lambda x: sent(x, device) if is_on_host(x) and device.type != "cpu" else x, found)
 
-    return _subclass(cls, {"__call__": __call__})
-
-
-def _subclass(cls: Any, body: dict[str, Any]) -> type:
-    return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return subclass(cls, __call__=__call__)
 
 
 def _block_lists(module: nn.Module) -> Iterator[nn.ModuleList]:

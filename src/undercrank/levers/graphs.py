@@ -21,6 +21,8 @@ from undercrank.levers.gate import PROMPT_BOUND
 from undercrank.levers.mirror import Mirror, recorded_for_one_prompt
 from undercrank.levers.uploads import Uploads, is_on_host, unwatched
 from undercrank.records import LeverRefused
+from undercrank.tensors import version_of
+from undercrank.undo import subclass
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -45,8 +47,7 @@ def recorded(cls: Any, graphs: Graphs) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return graphs.call(functools.partial(cls.forward, self), args, kwargs)
 
-    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, forward=forward)
 
 
 def compiled_blocks(denoiser: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
@@ -293,7 +294,7 @@ class Same:
 def _form(value: Any, device: torch.device, given: list[torch.Tensor]) -> Any:
     """What of the arguments Python code could decide by; the tensors that only kernels read go to `given`."""
     if _is_kept(value):
-        return "prompt", Same(value.memo), _version(value.on_device)
+        return "prompt", Same(value.memo), version_of(value.on_device)
     if isinstance(value, torch.Tensor):
         return _form_of_tensor(value, device, given)
     if type(value) is dict:
@@ -334,10 +335,6 @@ def _is_kept(value: Any) -> bool:
 
 def _names_a_prompt(form: Any) -> bool:
     return isinstance(form, tuple) and (form[:1] == ("prompt",) or any(_names_a_prompt(part) for part in form))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_hooked(module: Any) -> bool:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from undercrank.records import Case, Lever, Promise, Trace
-from undercrank.undo import appended, put_back, swap_attr, swap_class, swap_item
+from undercrank.undo import appended, put_back, subclass, swap_attr, swap_class, swap_item
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -215,18 +215,12 @@ def _mirroring(cls: Any, rig: Rig) -> type:
         with swap_attr(self, "sigmas", plain(self.sigmas)):
             return cls.step(self, *args, **kwargs)
 
-    body: dict[str, Any] = {
-        "_known": True,
-        "__setattr__": __setattr__,
-        "set_timesteps": set_timesteps,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-    }
+    body: dict[str, Any] = {"_known": True, "__setattr__": __setattr__, "set_timesteps": set_timesteps}
     if knows_unipc or settles:
         body["step"] = step
     if knows_unipc:
         body |= unipc.overrides(_known_of, rig.device, lambda: rig.count("host_sync.missed"))
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, **body)
 
 
 def _known_of(scheduler: Any) -> Any:

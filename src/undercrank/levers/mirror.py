@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from undercrank.tensors import version_of
+
 aten = torch.ops.aten
 
 _FOR_ONE_PROMPT: ContextVar[bool] = ContextVar("for_one_prompt", default=False)
@@ -252,7 +254,7 @@ def _remembered(subject: Mirror, func: Any, args: Any, kwargs: Any) -> Any:
     if func._schema.is_mutable:
         return _answer(func, args, kwargs)
     try:
-        key = (func, args[1:], tuple(kwargs.items()), _version(subject))
+        key = (func, args[1:], tuple(kwargs.items()), version_of(subject))
         known = subject.memo.get(key)
     except TypeError:  # an argument that is a list: not looked up
         return _answer(func, args, kwargs)
@@ -272,10 +274,6 @@ def _again(answer: Any) -> Any:
     if isinstance(answer, Mirror):
         return Mirror(answer.on_device, answer.on_host, answer.leads_on_host, answer.may_read, answer.memo)
     return type(answer)(_again(part) for part in answer) if isinstance(answer, list | tuple) else answer
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copied(source: Mirror, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from undercrank import families
 from undercrank.records import Case, Lever, LeverRefused, Promise, Trace
-from undercrank.undo import appended, swap_attr, swap_class, swap_item
+from undercrank.tensors import version_of
+from undercrank.undo import appended, subclass, swap_attr, swap_class, swap_item
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -202,18 +203,13 @@ class _Trim:
 
     def _cut_of(self, call: dict[str, Any]) -> Cut:
         """Known by the very tensors of the call: each branch gives the same ones in every step."""
-        given = [(call.get(name), _version(call.get(name))) for name in (*TEXTS.values(), PICTURE)]
+        given = [(call.get(name), version_of(call.get(name))) for name in (*TEXTS.values(), PICTURE)]
         for known, cut in self._known:
             if all(a is b and v == w for (a, v), (b, w) in zip(known, given, strict=True)):
                 return cut
         self._known.append((given, cut := find_cut(call)))
         self.rig.count("text_trim.reads")
         return cut
-
-
-def _version(tensor: Any) -> int:
-    """Grows when a tensor is written into; tensors of inference mode do not count it."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _forward_of(denoiser: Any) -> Callable[..., Any]:
@@ -260,8 +256,7 @@ def _unmasked(cls: Any) -> type:
         mask = None if trim.cut.whole else _over_keys(attention_mask, hidden_states.shape[1])
         return Plain.__call__(self, attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
-    body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, __call__=__call__)
 
 
 def _over_keys(mask: Any, video_tokens: int) -> Any:
