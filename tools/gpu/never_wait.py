@@ -192,8 +192,11 @@ def cogvideox(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], A
         "20 steps, dynamic guidance: host_sync",
         lambda: bench.compare(20, {"stock": {}, "host_sync": {"host_sync": "on"}}, **dynamic),
     )
-    for name in ("off", "on"):
-        yield f"look, host_sync {name}", lambda name=name: bench.look({"host_sync": name}, **dynamic)
+    for name, steps in (("off", 8), ("on", 20)):
+        yield (
+            f"look, host_sync {name}",
+            lambda name=name, steps=steps: bench.look({"host_sync": name}, steps, **dynamic),
+        )
     yield "nothing copies back", lambda: _under_error_mode(bench, **dynamic)
     base = {"host_sync": "on"}
     settings = {
