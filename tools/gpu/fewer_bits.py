@@ -1,189 +1,369 @@
-"""What weights of fewer bits buy on full-size models with random weights, and what decoding in pieces costs.
+"""What weights of fewer bits buy on full-size models with random weights: each companion alone, and all together.
 
-    python tools/gpu/fewer_bits.py --out FOLDER                       # on a CUDA machine
+    python tools/gpu/fewer_bits.py --out FOLDER --seconds 250         # on a CUDA machine, in one call of 300 s
     python tools/gpu/fewer_bits.py --out FOLDER --rehearse            # tiny, on the CPU: does the script itself work?
-    python tools/gpu/fewer_bits.py --out FOLDER --only wan2.1-14b     # only rows whose names hold this
+    python tools/gpu/fewer_bits.py --out FOLDER --rows wan            # only rows whose names begin so
+    python tools/gpu/fewer_bits.py --out FOLDER --rows decode         # decoding in pieces; not among the rows otherwise
 
-Dense and quantised denoisers are there at the same time and are timed in turn, A B B A; the peak of each is given
-without the other one's weights. Random weights: times, bytes, relative errors, and no film. Writes fewer_bits.json
-after every row.
+Rows come in the order of their worth. Each compares settings with `faithful` (text_trim, host_sync, compile=parity):
+every setting once untimed, which compiles it cold, into an empty folder; then all in order and again in the opposite
+order. The peak of a setting is given without the weights that only other settings need. Random weights: times, bytes,
+relative errors, and no film. Writes fewer_bits.json after every row, and calls.jsonl after every call.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import gc
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
 from full_size import SUBJECTS, Subject
 from keeping import kept
+from torch._inductor.utils import fresh_cache
 
 import undercrank
 from undercrank.levers import formats, knobs
 from undercrank.levers.formats import FORMATS, converted
 from undercrank.machine import this_machine
+from undercrank.undo import swap_attr
 
 OFF = dict.fromkeys(knobs(), "off")
-FAITHFUL = {"host_sync": "on", "compile": "on"}
-EAGER = {"host_sync": "on"}
-MODELS = {"hunyuanvideo-1.5-720p": {"text_trim": "on"}, "wan2.1-14b": {}}
-"Subject, and what is on besides."
-STEPS = 4
-"Timed steps of a call; the first of them is left out."
+FAITHFUL = {"host_sync": "on", "compile": "parity"}
+STEPS = 2
+"Timed forwards of a call; guidance is off, so that each is one step."
+EVERYTHING = "transformer=fp8 text_encoder=fp8 vae=fp8"
+Rows = Iterator[tuple[str, Callable[[], Any]]]
 
 
-def main() -> None:
-    options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
-    device = "cpu" if options.rehearse else "cuda"
-    if options.rehearse:
-        formats.LEAST_FEATURES = {False: 16, True: 16}  # type: ignore[assignment] # tiny models have no wide layers
-        formats.ALIGNMENT = 8
-    story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
-    for name, work in _rows(device, options.rehearse):
-        if options.only and not any(each in name for each in options.only):
-            continue
-        begun = time.perf_counter()
-        story[name] = kept(work) | {"took_s": round(time.perf_counter() - begun, 1)}
-        print(name, json.dumps(story[name])[:2000], flush=True)
-        (options.out / "fewer_bits.json").write_text(json.dumps(story, indent=1))
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A subject, its text encoder, and what is on besides."""
+
+    subject: str
+    encoder: str
+    more: dict[str, str] = field(default_factory=dict)
+
+
+MODELS = {
+    "hunyuan 720p": Model(
+        subject="hunyuanvideo-1.5-720p", encoder="qwen2.5-vl-7b text", more={"text_trim": "on"}
+    ),
+    "wan 14b": Model(subject="wan2.1-14b", encoder="umt5-xxl"),
+}  # fmt: skip
+
+
+class Bench:
+    """One model with dense parts and parts of fewer bits side by side; its calls, and what each of them showed."""
+
+    journal: ClassVar[Path]
+    "Every call goes here as it ends."
+
+    def __init__(self, name: str, device: str, rehearse: bool) -> None:
+        self.name, self.device, self.rehearse, self.model = name, device, rehearse, MODELS[name]
+        self.subject: Subject = SUBJECTS[self.model.subject]
+        self.pipe = self.subject.pipeline(device, rehearse)
+        self.levers = OFF | ({} if rehearse else FAITHFUL) | self.model.more
+        self.encoder, self.ids = _encoder(self.model.encoder, device, rehearse)
+        self.parts: dict[tuple[str, str], Any] = {
+            ("transformer", "dense"): self.pipe.transformer, ("vae", "dense"): self.pipe.vae,
+            ("text_encoder", "dense"): self.encoder,
+        }  # fmt: skip
+        self.forwards: dict[str, torch.Tensor] = {}
+        "By setting: the first forward of its first call, in float32 on the host."
+        self.compile: dict[str, dict[str, Any]] = {}
+        "By setting: seconds and graphs of its first call."
+
+    # ----------------------------------------------------------------------- parts
+
+    def part(self, role: str, word: str) -> Any:
+        """The component in this format, made from the dense one when it is first asked for."""
+        if (role, word) not in self.parts:
+            few = copy.deepcopy(self.parts[role, "dense"])
+            formats.convert(few, role, FORMATS[role, word], device=self.device)
+            self.parts[role, word] = few
+        return self.parts[role, word]
+
+    def drop(self, *words: tuple[str, str]) -> None:
+        for each in words:
+            self.parts.pop(each, None)
         _free()
 
+    def bytes(self, setting: dict[str, str], *, of: tuple[str, ...]) -> int:
+        return sum(_weights(self.part(role, setting.get(role, "dense"))) for role in of)
 
-def _rows(device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    yield "fp8 rows", lambda: narrow_products(device)
-    for name, more in MODELS.items():
-        for word in ("fp8", "fp8_ffn", "int8"):
-            yield f"{name} transformer={word}", partial(denoisers, SUBJECTS[name], word, more, device, rehearse)
-        yield f"{name} floor", partial(floor, SUBJECTS[name], more, device, rehearse)
-        yield f"{name} transformer=fp8 vae=fp8", partial(together, SUBJECTS[name], more, device, rehearse)
-        yield f"{name} vae=fp8", partial(vae_formats, SUBJECTS[name], device, rehearse)
-    for name in ENCODERS:
-        for word in ("fp8", "fp8_dynamic", "int8"):
-            yield f"{name} text_encoder={word}", partial(text_encoders, name, word, device, rehearse)
-    yield "hunyuanvideo-1.5-720p decode", partial(decodes, SUBJECTS["hunyuanvideo-1.5-720p"], device, rehearse)
+    # ----------------------------------------------------------------------- calls
 
-
-# --------------------------------------------------------------------------- denoisers
-
-
-def denoisers(subject: Subject, word: str, more: dict[str, str], device: str, rehearse: bool) -> dict[str, Any]:
-    """Dense against quantised: ms a step, peak, bytes, compile seconds, error of one forward and of the latents."""
-    dense, narrow = subject.pipeline(device, rehearse), subject.pipeline(device, rehearse)
-    formats.convert(narrow.transformer, "transformer", FORMATS["transformer", word], device=device)
-    sizes = {"dense": _bytes(dense), word: _bytes(narrow)}
-    found: dict[str, Any] = {
-        "layers": len(converted(narrow.transformer)),
-        "weights_gb": {name: round(size / 1e9, 2) for name, size in sizes.items()},
-        "relative_error_of_a_forward": _relative(
-            _forward(subject, narrow, more, device, rehearse), _forward(subject, dense, more, device, rehearse)
-        ),
-    }
-    for title, levers in {"eager": EAGER | more, "compiled": FAITHFUL | more}.items():
-        levers = levers if not rehearse else more
-        call = partial(_call, subject, levers=levers, device=device, rehearse=rehearse)
-        first = {"dense": call(dense), word: call(narrow)}
-        runs = {"dense": [call(dense)], word: [call(narrow), call(narrow)]}
-        runs["dense"].append(call(dense))
-        step_ms = {name: statistics.median(ms for run in each for ms in run["step_ms"]) for name, each in runs.items()}
-        found[title] = {
-            "step_ms": {name: round(ms, 1) for name, ms in step_ms.items()},
-            "half_range_ms": {
-                name: _half_range([ms for run in each for ms in run["step_ms"]]) for name, each in runs.items()
-            },
-            "gain": round(step_ms["dense"] / step_ms[word], 4),
-            "peak_gb_alone": {
-                name: round((runs[name][0]["peak_bytes"] - sum(sizes.values()) + sizes[name]) / 1e9, 2) for name in runs
-            },
-            "compile_s": {name: round(run["compile_ms"] / 1000, 1) for name, run in first.items()},
-            "graphs": {name: run["graphs"] for name, run in first.items()},
-            "relative_distance_of_latents": _relative(runs[word][0]["latents"], runs["dense"][0]["latents"]),
-            "repeats": torch.equal(runs[word][0]["latents"], runs[word][1]["latents"]),
-            "finite": bool(torch.isfinite(runs[word][0]["latents"]).all()),
-            "complaints": first[word]["complaints"],
-        }  # fmt: skip
-    return found
-
-
-def together(subject: Subject, more: dict[str, str], device: str, rehearse: bool) -> dict[str, Any]:
-    """Whole calls, decoding included: seconds and peak of each alone. The text comes as embeddings in both."""
-    dense, narrow = subject.pipeline(device, rehearse), subject.pipeline(device, rehearse)
-    formats.convert(narrow.transformer, "transformer", FORMATS["transformer", "fp8"], device=device)
-    formats.convert(narrow.vae, "vae", FORMATS["vae", "fp8"], device=device)
-    sizes = {"dense": _bytes(dense), "fp8": _bytes(narrow)}
-    pipes, levers = {"dense": dense, "fp8": narrow}, more if rehearse else FAITHFUL | more
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in pipes}
-    for name in ("dense", "fp8", "dense", "fp8", "fp8", "dense"):  # the first of each compiles, and is left out
-        runs[name].append(_call(subject, pipes[name], levers, device, rehearse, output_type="pt"))
-    return {
-        name: {
-            "wall_s": [round(run["wall_s"], 3) for run in each[1:]],
-            "peak_gb_alone": round((each[-1]["peak_bytes"] - sum(sizes.values()) + sizes[name]) / 1e9, 2),
-            "weights_gb": round(sizes[name] / 1e9, 2),
+    def compare(
+        self,
+        settings: dict[str, dict[str, str]],
+        work: Callable[[str], dict[str, Any]],
+        of: tuple[str, ...],
+        *,
+        is_warm: bool = False,
+    ) -> dict[str, Any]:
+        """Settings (role -> word) against the first: times there and back, ratios, peak of each alone."""
+        for setting in settings.values():
+            for role, word in setting.items():
+                self.part(role, word)
+        first = {} if is_warm else {name: kept(lambda name=name: work(name)) for name in settings}
+        failed = {name: run for name, run in first.items() if "failed" in run}
+        names = [name for name in settings if name not in failed]
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for name in (*names, *reversed(names)):
+            runs[name].append(work(name))
+        ms = {name: [each for run in found for each in run["ms"]] for name, found in runs.items()}
+        return failed | {
+            name: {
+                "ms": [round(each, 2) for each in ms[name]],
+                "median_ms": round(statistics.median(ms[name]), 2),
+                "gain": [
+                    round(statistics.median(a["ms"]) / statistics.median(b["ms"]), 4)
+                    for a, b in zip(runs[names[0]], runs[name], strict=True)
+                ],
+                "weights_gb": round(self.bytes(settings[name], of=of) / 1e9, 2),
+                "peak_gb": self._peak_gb(runs[name], settings[name], of),
+            }
+            for name in names
         }
-        for name, each in runs.items()
-    }
 
+    def _peak_gb(self, runs: list[dict[str, Any]], setting: dict[str, str], of: tuple[str, ...]) -> float:
+        """Largest of the runs, with the weights of this setting and of no other."""
+        above = max(run["peak_bytes"] - run["held_bytes"] for run in runs)
+        return round((above + self.bytes(setting, of=of)) / 1e9, 2)
 
-def floor(subject: Subject, more: dict[str, str], device: str, rehearse: bool) -> dict[str, Any]:
-    """How far dense runs are from each other that differ in rounding alone."""
-    pipe = subject.pipeline(device, rehearse)
-    others = {"compile=on": {"compile": "on"}, "compile=plain": {"compile": "plain"}}
-    others |= {"attention_backend=efficient": {"attention_backend": "efficient"}}
-    if rehearse:
-        others = {"host_sync=on": {"host_sync": "on"}}
-    stock = _call(subject, pipe, more, device, rehearse)["latents"]
-    forward = _forward(subject, pipe, more, device, rehearse)
-    return {
-        name: {
-            "latents": _relative(_call(subject, pipe, more | levers, device, rehearse)["latents"], stock),
-            "forward": _relative(_forward(subject, pipe, more | levers, device, rehearse), forward),
+    def call(self, name: str, setting: dict[str, str], steps: int = STEPS, **more: Any) -> dict[str, Any]:
+        """One call of the pipeline. The first one of a setting compiles it, in one step, and keeps its forward."""
+        is_first = name not in self.forwards
+        with contextlib.ExitStack() as stack:
+            for role in ("transformer", "vae"):
+                stack.enter_context(_given(self.pipe, role, self.part(role, setting.get(role, "dense"))))
+            # Only now: the inputs come in the type of the denoiser that is called.
+            inputs = self.subject.inputs(self.pipe, self.device, 1 if is_first else steps, self.rehearse) | more
+            seen = stack.enter_context(_first_forward(self.pipe.transformer)) if is_first else []
+            if is_first:
+                stack.enter_context(fresh_cache(delete=False))
+            run = stack.enter_context(undercrank.accelerate(self.pipe, **self.levers))
+            stack.enter_context(torch.no_grad())
+            held = self._reset_peak()
+            begun = time.perf_counter()
+            self.pipe(**inputs)
+            wall_s = time.perf_counter() - begun
+        assert run.trace is not None
+        found = {
+            "ms": run.trace.step_ms,
+            "wall_s": round(wall_s, 3),
+            "held_bytes": held,
+            "peak_bytes": run.trace.peak_bytes or 0,
+            "complaints": [c for receipt in run.receipts for c in receipt.complaints],
         }
-        for name, levers in others.items()
-    }
+        if is_first:
+            self.forwards[name] = seen[0]
+            self.compile[name] = {key: run.rig.counters.get(f"compile.{key}", 0) for key in ("ms", "graphs")}
+        self._tell({"setting": name, "first": is_first, **found, "counters": dict(run.rig.counters)})
+        return found
 
-
-def _call(
-    subject: Subject, pipe: Any, levers: dict[str, str], device: str, rehearse: bool, **call: Any
-) -> dict[str, Any]:
-    inputs = subject.inputs(pipe, device, 3 if rehearse else STEPS + 1, rehearse) | call
-    with undercrank.accelerate(pipe, **(OFF | levers)) as run, torch.no_grad():
+    def timed(self, title: str, work: Callable[[], Any]) -> dict[str, Any]:
+        """One piece of work that is no call of the pipeline."""
+        held = self._reset_peak()
         begun = time.perf_counter()
-        latents = pipe(**inputs).frames.detach().float().cpu()
-        wall_s = time.perf_counter() - begun
-    assert run.trace is not None
-    return {
-        "latents": latents,
-        "wall_s": wall_s,
-        "step_ms": run.trace.step_ms[1:],
-        "peak_bytes": run.trace.peak_bytes or 0,
-        "compile_ms": run.trace.counters.get("compile.ms", 0),
-        "graphs": run.trace.counters.get("compile.graphs", 0),
-        "complaints": [text for receipt in run.receipts for text in receipt.complaints],
-    }
+        work()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        ms = (time.perf_counter() - begun) * 1000
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
+        found = {"ms": [ms], "held_bytes": held, "peak_bytes": peak}
+        self._tell({"setting": title, **found})
+        return found
+
+    def _reset_peak(self) -> int:
+        if self.device != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        with self.journal.open("a") as file:
+            file.write(json.dumps({"model": self.name, **told}) + "\n")
+
+    # ----------------------------------------------------------------------- rows
+
+    def denoisers(self, *words: str) -> dict[str, Any]:
+        """Forwards of the denoiser in these formats against the dense one, and how far the first one is from its."""
+        settings = {"faithful": {}} | {f"transformer={word}": {"transformer": word} for word in words}
+        found = self.compare(settings, lambda name: self.call(name, settings[name]), ("transformer",))
+        for name in settings:
+            if name in found and "failed" not in found[name]:
+                found[name] |= {
+                    "one_forward": _relative(self.forwards[name], self.forwards["faithful"]),
+                    "finite": bool(torch.isfinite(self.forwards[name]).all()),
+                    "compile_s": round(self.compile[name]["ms"] / 1000, 1),
+                    "graphs": self.compile[name]["graphs"],
+                    "layers": len(converted(self.part("transformer", settings[name].get("transformer", "dense")))),
+                }
+        return found
+
+    def floor(self) -> dict[str, Any]:
+        """Of one forward: faithful, and every setting seen so far, against the dense model in float32, eager."""
+        setting = {"transformer": "dense"}
+        wide = copy.deepcopy(self.pipe.transformer).float()
+        try:
+            with (
+                swap_attr(self, "levers", self.levers | {"compile": "off"}),
+                swap_attr(self, "parts", dict(self.parts)),
+            ):
+                self.parts["transformer", "dense"] = wide
+                self.call("float32", setting)
+        finally:
+            del wide
+            _free()
+        return {name: _relative(seen, self.forwards["float32"]) for name, seen in self.forwards.items()}
+
+    def decodings(self) -> dict[str, Any]:
+        latents = _latents(self.subject, self.pipe, self.device, self.rehearse)
+        settings: dict[str, dict[str, str]] = {"faithful": {}, "vae=fp8": {"vae": "fp8"}}
+        frames: dict[str, torch.Tensor] = {}
+
+        def work(name: str) -> dict[str, Any]:
+            vae = self.part("vae", settings[name].get("vae", "dense"))
+            with torch.no_grad():
+                return self.timed(
+                    f"decode, {name}", lambda: frames.update({name: vae.decode(latents.to(vae.dtype))[0]})
+                )
+
+        found = self.compare(settings, work, ("vae",))
+        if "vae=fp8" in frames:
+            found["vae=fp8"]["relative_error"] = _relative(frames["vae=fp8"].float(), frames["faithful"].float())
+        return found
+
+    def encodings(self) -> dict[str, Any]:
+        words = ("fp8", "fp8_dynamic", "int8")
+        settings = {"faithful": {}} | {f"text_encoder={word}": {"text_encoder": word} for word in words}
+        states: dict[str, torch.Tensor] = {}
+
+        def work(name: str) -> dict[str, Any]:
+            encoder = self.part("text_encoder", settings[name].get("text_encoder", "dense"))
+            with torch.no_grad():
+                return self.timed(
+                    f"encode, {name}", lambda: states.update({name: encoder(self.ids).last_hidden_state.float().cpu()})
+                )
+
+        found = self.compare(settings, work, ("text_encoder",))
+        for name in (name for name in states if "failed" not in found[name]):
+            cosine = torch.nn.functional.cosine_similarity(states["faithful"][0], states[name][0], dim=-1)
+            found[name] |= {
+                "relative_error": _relative(states[name], states["faithful"]),
+                "least_cosine_of_a_token": float(cosine.min()),
+            }
+        self.drop(("text_encoder", "fp8_dynamic"), ("text_encoder", "int8"))
+        return found
+
+    def together(self) -> dict[str, Any]:
+        """Whole calls with the encoding of a prompt before and the decoding after, all parts held: seconds, peak."""
+        roles = ("transformer", "text_encoder", "vae")
+        settings: dict[str, dict[str, str]] = {"faithful": {}, EVERYTHING: dict.fromkeys(roles, "fp8")}
+
+        def work(name: str) -> dict[str, Any]:
+            setting = settings[name]
+            denoiser = f"transformer={setting['transformer']}" if "transformer" in setting else "faithful"
+            with torch.no_grad():
+                begun = time.perf_counter()
+                self.part("text_encoder", setting.get("text_encoder", "dense"))(self.ids).last_hidden_state.cpu()
+                encode_s = time.perf_counter() - begun
+            run = self.call(denoiser, setting, output_type="pt")
+            return run | {"ms": [(encode_s + run["wall_s"]) * 1000]}
+
+        return self.compare(settings, work, roles, is_warm=True)
 
 
-def _forward(subject: Subject, pipe: Any, levers: dict[str, str], device: str, rehearse: bool) -> torch.Tensor:
-    """What the denoiser returns in the first forward of a call."""
+@contextlib.contextmanager
+def _given(pipe: Any, name: str, part: Any) -> Iterator[None]:
+    """The pipeline with another component, in its list of components too."""
+    stock = getattr(pipe, name)
+    pipe.register_modules(**{name: part})
+    try:
+        yield
+    finally:
+        pipe.register_modules(**{name: stock})
+
+
+@contextlib.contextmanager
+def _first_forward(denoiser: Any) -> Iterator[list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
 
     def keep(module: Any, args: Any, output: Any) -> None:
-        seen.append((output[0] if isinstance(output, tuple) else output.sample).float().cpu())
+        if not seen:
+            seen.append((output[0] if isinstance(output, tuple) else output.sample).detach().float().cpu())
 
-    hook = pipe.transformer.register_forward_hook(keep)
+    hook = denoiser.register_forward_hook(keep)
     try:
-        _call(subject, pipe, levers, device, rehearse)
+        yield seen
     finally:
         hook.remove()
-    return seen[0]
+
+
+# --------------------------------------------------------------------------- text encoders
+
+
+ENCODERS: dict[str, Callable[[bool], tuple[Any, int, int]]] = {
+    "umt5-xxl": lambda tiny: (
+        transformers.UMT5EncoderModel(
+            transformers.UMT5Config(
+                vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
+                feed_forward_proj="gated-gelu",
+            )
+            if not tiny
+            else transformers.UMT5Config(
+                vocab_size=99, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu"
+            )
+        ),
+        512,
+        256384 if not tiny else 99,
+    ),
+    "qwen2.5-vl-7b text": lambda tiny: (
+        transformers.Qwen2Model(
+            transformers.Qwen2Config(
+                vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+                num_attention_heads=28, num_key_value_heads=4,
+            )
+            if not tiny
+            else transformers.Qwen2Config(
+                vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                num_key_value_heads=1,
+            )
+        ),
+        1108,
+        152064 if not tiny else 99,
+    ),
+}  # fmt: skip
+"Text encoders by their published sizes: Wan's, and the language part of HunyuanVideo-1.5's; tokens, vocabulary."
+
+
+def _encoder(name: str, device: str, rehearse: bool) -> tuple[Any, torch.Tensor]:
+    """The encoder with random weights, and the tokens of a prompt, 1 L."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            encoder, tokens, vocabulary = ENCODERS[name](rehearse)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    return encoder.eval().requires_grad_(False), ids
+
+
+# --------------------------------------------------------------------------- products and compiling
 
 
 def narrow_products(device: str) -> dict[str, Any]:
@@ -232,77 +412,11 @@ def _product(rows: int, inputs: int, outputs: int, device: str) -> dict[str, Any
     return found
 
 
-# --------------------------------------------------------------------------- companions
+def compiling(device: str, rehearse: bool) -> dict[str, Any]:
+    """Four blocks, cold, there and back."""
+    from compile_time import ratios
 
-
-ENCODERS: dict[str, Callable[[bool], tuple[Any, int, int]]] = {
-    "umt5-xxl": lambda tiny: (
-        transformers.UMT5EncoderModel(
-            transformers.UMT5Config(
-                vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
-                feed_forward_proj="gated-gelu",
-            )
-            if not tiny
-            else transformers.UMT5Config(
-                vocab_size=99, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu"
-            )
-        ),
-        512,
-        256384 if not tiny else 99,
-    ),
-    "qwen2.5-vl-7b text": lambda tiny: (
-        transformers.Qwen2Model(
-            transformers.Qwen2Config(
-                vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-                num_attention_heads=28, num_key_value_heads=4,
-            )
-            if not tiny
-            else transformers.Qwen2Config(
-                vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                num_key_value_heads=1,
-            )
-        ),
-        1108,
-        152064 if not tiny else 99,
-    ),
-}  # fmt: skip
-"Text encoders by their published sizes: Wan's, and the language part of HunyuanVideo-1.5's; tokens, vocabulary."
-
-
-def text_encoders(name: str, word: str, device: str, rehearse: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            dense, tokens, vocabulary = ENCODERS[name](rehearse)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    dense = dense.eval().requires_grad_(False)
-    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
-    encode = partial(_timed, lambda: dense(ids).last_hidden_state.float(), device, 5)
-    before, stock = encode()
-    before["weights_gb"] = round(_weights(dense) / 1e9, 2)
-    formats.convert(dense, "text_encoder", FORMATS["text_encoder", word], device=device)
-    after, moved = encode()
-    after["weights_gb"] = round(_weights(dense) / 1e9, 2)
-    cosine = torch.nn.functional.cosine_similarity(stock[0], moved[0], dim=-1)
-    return {
-        "dense": before, word: after, "layers": len(converted(dense)), "relative_error": _relative(moved, stock),
-        "least_cosine_of_a_token": float(cosine.min()), "gain": round(before["ms"] / after["ms"], 3),
-    }  # fmt: skip
-
-
-def vae_formats(subject: Subject, device: str, rehearse: bool) -> dict[str, Any]:
-    pipe = subject.pipeline(device, rehearse)
-    latents = _latents(subject, pipe, device, rehearse)
-    pipe.transformer = None
-    _free()
-    before, stock = _timed(lambda: _decoded(pipe.vae, latents), device, 2)
-    before["weights_gb"] = round(_weights(pipe.vae) / 1e9, 2)
-    formats.convert(pipe.vae, "vae", FORMATS["vae", "fp8"], device=device)
-    after, moved = _timed(lambda: _decoded(pipe.vae, latents), device, 2)
-    after["weights_gb"] = round(_weights(pipe.vae) / 1e9, 2)
-    return {"dense": before, "fp8": after, "relative_error": _relative(moved, stock)}
+    return ratios(device, ["fp8"], **({"backend": "eager"} if rehearse else {}))
 
 
 # --------------------------------------------------------------------------- decoding in pieces
@@ -380,6 +494,68 @@ def _latents(subject: Subject, pipe: Any, device: str, rehearse: bool) -> torch.
     return subject._noise_of(pipe).to(device)
 
 
+# --------------------------------------------------------------------------- the rows
+
+
+def _rows(device: str, rehearse: bool) -> Rows:
+    """In the order of their worth, with the seconds that each should take on one H200."""
+    benches: dict[str, Bench] = {}
+
+    def bench(name: str) -> Bench:
+        if name not in benches:
+            benches[name] = Bench(name, device, rehearse)
+        return benches[name]
+
+    yield "products", lambda: narrow_products(device)  # 5
+    for name in MODELS:
+        yield f"{name}: transformer=fp8", lambda name=name: bench(name).denoisers("fp8")  # 55; 70
+        yield f"{name}: text encoder", lambda name=name: bench(name).encodings()  # 8; 8
+        yield f"{name}: vae=fp8", lambda name=name: bench(name).decodings()  # 20; 12
+        yield f"{name}: together", lambda name=name: bench(name).together()  # 22; 29
+        if name in benches:
+            benches[name].drop(*((role, "fp8") for role in ("transformer", "text_encoder", "vae")))
+    for name in MODELS:
+        yield f"{name}: transformer=fp8_ffn, int8", lambda name=name: bench(name).denoisers("fp8_ffn", "int8")  # 50; 60
+    for name in reversed(MODELS):
+        yield f"{name}: floor of one forward", lambda name=name: bench(name).floor()  # 45; 25
+    yield "compile", lambda: compiling(device, rehearse)  # 90
+    decoded = SUBJECTS["hunyuanvideo-1.5-720p"]
+    yield "decode", partial(decodes, decoded, device, rehearse)  # 120
+
+
+NAMED_ONLY = "decode"
+"Begun only where --rows names it."
+
+
+def main() -> None:
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    Bench.journal, begun_s = options.out / "calls.jsonl", time.monotonic()
+    device = "cpu" if options.rehearse else "cuda"
+    if options.rehearse:
+        formats.LEAST_FEATURES = {False: 16, True: 16}  # type: ignore[assignment] # tiny models have no wide layers
+        formats.ALIGNMENT = 8
+    else:
+        _warm_up(device)
+    story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
+    for name, work in _rows(device, options.rehearse):
+        if not any(name.startswith(start) for start in options.rows) if options.rows else name == NAMED_ONLY:
+            continue
+        if time.monotonic() - begun_s > options.seconds:
+            print(f"{name}: not begun, the time is up", flush=True)
+            continue
+        begun = time.perf_counter()
+        story[name] = kept(work) | {"took_s": round(time.perf_counter() - begun, 1)}
+        print(name, json.dumps(story[name])[:2500], flush=True)
+        (options.out / "fewer_bits.json").write_text(json.dumps(story, indent=1))
+        _free()
+
+
+def _warm_up(device: str) -> None:
+    """The first compile of a process also imports the compiler and starts its workers."""
+    torch.compile(lambda x: torch.nn.functional.layer_norm(x, (64,)).sin())(torch.randn(64, 64, device=device))
+
+
 # --------------------------------------------------------------------------- how
 
 
@@ -399,20 +575,12 @@ def _timed(work: Callable[[], torch.Tensor], device: str, runs: int) -> tuple[di
                 torch.cuda.synchronize()
             times.append((time.perf_counter() - begun) * 1000)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    story = {"ms": round(statistics.median(times), 2), "half_range_ms": _half_range(times), "n": runs}
-    return story | {"peak_gb": round(peak / 1e9, 2)}, result
-
-
-def _half_range(values: list[float]) -> float:
-    return round((max(values) - min(values)) / 2, 2)
+    story = {"ms": round(statistics.median(times), 2), "half_range_ms": round((max(times) - min(times)) / 2, 2)}
+    return story | {"n": runs, "peak_gb": round(peak / 1e9, 2)}, result
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
-
-
-def _bytes(pipe: Any) -> int:
-    return sum(_weights(part) for part in pipe.components.values() if isinstance(part, torch.nn.Module))
 
 
 def _weights(module: torch.nn.Module) -> int:
@@ -429,7 +597,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold this")
+    parser.add_argument("--rows", nargs="*", default=[], help="rows whose names begin so")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Ledger rows out of what `never_wait.py` wrote.
+"""Ledger rows out of what `never_wait.py` and `fewer_bits.py` wrote.
 
     python tools/gpu/rows.py never_wait.json [more.json ...] >> src/undercrank/evidence/h200.jsonl
 
@@ -64,20 +64,62 @@ def rows_of(story: dict[str, Any]) -> list[Measurement]:
     return found
 
 
-def _row(
-    story: dict[str, Any], name: str, subject: tuple[Any, ...], pair: Pair, a: dict[str, Any], b: dict[str, Any]
+def companion_rows(story: dict[str, Any]) -> list[Measurement]:
+    """Of `fewer_bits.py`: each setting of weights of fewer bits against the dense model."""
+    found = []
+    for name, row in story.items():
+        group = name.split(":")[0]
+        subject = next((value for start, value in SUBJECTS.items() if start == group), None)
+        settings = row if isinstance(row, dict) and "faithful" in row and subject else {}
+        floor = story.get(f"{group}: floor of one forward", {}).get("faithful")
+        for setting, each in settings.items():
+            if isinstance(each, dict) and "=" in setting and "gain" in each:
+                found.append(_companion(story, subject, setting, row["faithful"], each, floor))
+    return found
+
+
+def _companion(
+    story: dict[str, Any],
+    subject: tuple[Any, ...],
+    setting: str,
+    dense: dict[str, Any],
+    each: dict[str, Any],
+    floor: float | None,
 ) -> Measurement:
+    is_denoiser, is_together = setting.startswith("transformer") and " " not in setting, " " in setting
+    what = "a whole call" if is_together else {"t": "an encoding", "v": "a decoding"}.get(setting[0], "")
+    what = "a forward" if is_denoiser else what
+    error = {"one_forward": round(each["one_forward"], 6)} if "one_forward" in each else {}
+    notes = [
+        f"{what}: {dense['median_ms']} ms dense, {each['median_ms']} ms; pairs {', '.join(map(str, each['gain']))}"
+    ]
+    notes += [f"relative error of its output {each['relative_error']:.4g}"] if "relative_error" in each else []
+    notes += [f"compiled in {each['compile_s']} s, dense {dense['compile_s']} s"] if "compile_s" in each else []
+    notes += [f"peak of dense {dense['peak_gb']} GB, weights {dense['weights_gb']} and {each['weights_gb']} GB"]
+    return _measurement(
+        story,
+        subject,
+        lever="quantize",
+        setting=setting,
+        num_inference_steps=2,
+        n=len(each["gain"]),
+        step_ms=each["median_ms"] if is_denoiser else None,
+        spread_ms=round((max(each["ms"]) - min(each["ms"])) / 2, 2) if is_denoiser else None,
+        total_s=round(each["median_ms"] / 1000, 3) if is_together else None,
+        peak_bytes=round(each["peak_gb"] * 1e9),
+        gain=round(statistics.median(each["gain"]), 4) if is_denoiser or is_together else None,
+        distances=error,
+        floor={"one_forward": round(floor, 6)} if floor and error else {},
+        note="; ".join(notes),
+    )
+
+
+def _measurement(story: dict[str, Any], subject: tuple[Any, ...], **measured: Any) -> Measurement:
     family, width, height, num_frames, dtype = subject
-    steps = len(b["step_ms"]) // len(b["denoise_s"])
-    medians = [statistics.median(b["step_ms"][i * steps : (i + 1) * steps]) for i in range(len(b["denoise_s"]))]
-    ratios = [x / y for x, y in zip(a["denoise_s"], b["denoise_s"], strict=True)]
-    group = next(start for start in SUBJECTS if name.startswith(start))
-    distances, floor = _distances(story.get(f"{group}: distances of one forward", {}), pair)
     machine = story["machine"]
     row = Measurement(
         id="",
         family=family,
-        lever=pair.lever,
         source="random weights",
         machine=machine["name"],
         device=machine["devices"][0]["name"],
@@ -85,8 +127,25 @@ def _row(
         width=width,
         height=height,
         num_frames=num_frames,
-        num_inference_steps=steps,
         dtype=dtype,
+        **measured,
+    )
+    return replace(row, id=hashlib.sha256(row.to_json().encode()).hexdigest()[:12])
+
+
+def _row(
+    story: dict[str, Any], name: str, subject: tuple[Any, ...], pair: Pair, a: dict[str, Any], b: dict[str, Any]
+) -> Measurement:
+    steps = len(b["step_ms"]) // len(b["denoise_s"])
+    medians = [statistics.median(b["step_ms"][i * steps : (i + 1) * steps]) for i in range(len(b["denoise_s"]))]
+    ratios = [x / y for x, y in zip(a["denoise_s"], b["denoise_s"], strict=True)]
+    group = next(start for start in SUBJECTS if name.startswith(start))
+    distances, floor = _distances(story.get(f"{group}: distances of one forward", {}), pair)
+    return _measurement(
+        story,
+        subject,
+        lever=pair.lever,
+        num_inference_steps=steps,
         n=len(ratios),
         step_ms=round(b["median_step_ms"], 2),
         spread_ms=round((max(medians) - min(medians)) / 2, 2),
@@ -96,7 +155,6 @@ def _row(
         floor=floor,
         note=_note(pair, a, b, ratios),
     )
-    return replace(row, id=hashlib.sha256(row.to_json().encode()).hexdigest()[:12])
 
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -122,7 +180,8 @@ def _note(pair: Pair, a: dict[str, Any], b: dict[str, Any], ratios: list[float])
 
 def main() -> None:
     for path in sys.argv[1:]:
-        for row in rows_of(json.loads(Path(path).read_text())):
+        story = json.loads(Path(path).read_text())
+        for row in (*rows_of(story), *companion_rows(story)):
             print(row.to_json())
 
 

@@ -24,10 +24,15 @@ are taken out again and again, which costs time; `tools/gpu/fewer_bits.py` measu
 
 
 def by_row(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, columns) -> the same in `dtype`, and float32 scales (rows, 1). Raises ValueError where not finite."""
-    largest = values.abs().amax(dim=1, keepdim=True).float().clamp(min=TINY)
+    """(rows, columns) -> the same in `dtype`, and float32 scales (rows, 1).
+
+    Widened before the largest value is sought: inductor of torch 2.13 writes C++ that does not compile where three
+    layers seek it in one input in bfloat16.
+    """
+    values = values.float()
+    largest = values.abs().amax(dim=1, keepdim=True).clamp(min=TINY)
     scale = largest / LARGEST[dtype]
-    scaled = (values.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
+    scaled = (values / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
     return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scale
 
 
@@ -77,6 +82,7 @@ class FewBitsProduct(FewBits):
         if count % (ROWS // 2):
             rows = functional.pad(rows, (0, 0, 0, -count % ROWS))
         values, scale = by_row(rows, self.values.dtype)
+        values = values.contiguous()  # a product takes whole rows only, and HunyuanVideo-1.5's tokens lie by columns
         fused = self.bias if self.bias is not None and self.bias.dtype is torch.bfloat16 else None
         product = torch._scaled_mm(
             values,
