@@ -55,10 +55,12 @@ FLOORS = {
         "levers",
         "levers.attention",
         "levers.branches",
+        "levers.causal",
         "levers.caches",
         "levers.cfg_parallel",
         "levers.compile",
         "levers.cuda_graph",
+        "levers.decode",
         "levers.epilogue",
         "levers.fewbits",
         "levers.formats",
@@ -188,6 +190,8 @@ SAME_FLOOR = {
     ("levers.graphs", "levers.mirror"),  # masks that a graph keeps
     ("levers.graphs", "levers.uploads"),  # what a forward sends is sent once
     ("levers", "levers.text_trim"),
+    ("levers", "levers.decode"),
+    ("levers.decode", "levers.causal"),  # while it is on
     ("levers.compile", "levers.epilogue"),  # part of one mode
     ("levers.host_sync", "levers.mirror"),  # two files of one lever
     ("levers.host_sync", "levers.unipc"),
@@ -244,7 +248,8 @@ STEPS = FLOORS[7]
 
 TORCH = {"torch", "diffusers", "transformers"}
 TORCH_FROM_THE_START = {
-    "levers.branches", "levers.epilogue", "levers.gate", "levers.graphs", "levers.mirror", "levers.mochi",
+    "levers.branches", "levers.causal", "levers.epilogue", "levers.gate", "levers.graphs", "levers.mirror",
+    "levers.mochi",
     "levers.replica", "levers.unipc",
     "levers.uploads", "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",

@@ -96,6 +96,7 @@ WORDS = {
     "Attention": {"kernel": st.sampled_from(["best", "cudnn", "flash", "sage"])},
     "Compile": {"mode": st.sampled_from(["parity", "plain", "max"])},
     "CudaGraph": {"recorder": st.sampled_from(["cuda", "tape"])},
+    "Decode": {"mode": st.sampled_from(["stream", "fused"])},
     "Offload": {"mode": st.sampled_from(["auto", "model", "group"])},
     "Quantize": {
         "transformer": st.sampled_from(["auto", "off", "int8", "mxfp8"]),

@@ -9,6 +9,7 @@ from undercrank.levers.attention import Attention
 from undercrank.levers.cfg_parallel import CfgParallel
 from undercrank.levers.compile import Compile
 from undercrank.levers.cuda_graph import CudaGraph
+from undercrank.levers.decode import Decode
 from undercrank.levers.host_sync import HostSync
 from undercrank.levers.offload import Offload
 from undercrank.levers.quantize import Quantize
@@ -26,6 +27,7 @@ ORDER: tuple[type[Lever], ...] = (
     StepCache,  # after what changes a block's inputs, whose residuals it keeps; before what compiles or captures blocks
     Compile,  # after what changes the blocks or their inputs: it compiles what it finds
     CudaGraph,  # after what changes the model's code: it records what it finds, compiled blocks too
+    Decode,  # of the VAE alone: it comes after the formats and the moving of weights, and nothing comes after it there
     HostSync,  # around all of them: the denoiser is given plain tensors, and the loop outside never waits
 )
 
