@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+import undercrank
 from undercrank.audit import DEVICE, logical_device, quiet_libraries, stalls_and_result
 from undercrank.engine import family_of_pipeline
 from undercrank.families import FAMILIES, family
-from undercrank.levers.host_sync import LEFT, PROVEN, HostSync
+from undercrank.levers.host_sync import BY_NUMBER, LEFT, PROVEN, HostSync
 from undercrank.levers.mirror import Mirror
 from undercrank.rig import Rig
 from undercrank.testing import OTHERS, differences, fingerprint, tiny_inputs, tiny_pipeline, tiny_pipeline_of
@@ -144,6 +145,23 @@ def test_the_rehearsal_meets_every_system_that_the_loop_asks_for() -> None:
     for steps in (1, 2, 3, 9):
         _, after = watched("wan2.1-1.3b", lever=True, steps=steps)
         assert after.in_loop == 0, (steps, after.sites)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NUMBER))
+def test_a_scheduler_that_only_looks_things_up_is_given_a_number(name: str) -> None:
+    pipe = tiny_pipeline("cogvideox-2b", scheduler=name)
+    seen: list[type] = []
+
+    class Told(type(pipe.scheduler)):
+        def step(self, *args, **kwargs):
+            seen.extend(type(value) for value in args if isinstance(value, int) or (isinstance(value, torch.Tensor) and value.dim() == 0))
+            return super().step(*args, **kwargs)
+
+    Told.__name__, Told.__module__ = name, type(pipe.scheduler).__module__
+    pipe.scheduler.__class__ = Told
+    with undercrank.accelerate(pipe, host_sync="on"):
+        pipe(**tiny_inputs(pipe, steps=3))
+    assert seen and set(seen) == {int}
 
 
 def test_a_schedule_written_by_the_pipeline_is_mirrored_too() -> None:

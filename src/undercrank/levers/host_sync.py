@@ -52,6 +52,9 @@ SETTLED = frozenset(
 )
 "Schedulers whose step, once it knows its index, asks the device for nothing: plain sigmas serve there, and faster."
 
+BY_NUMBER = frozenset({"DDIMScheduler", "CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"})
+"Schedulers that use a timestep to look things up in tables on the host, and for nothing else: a number serves."
+
 KNOWN = "_undercrank_known"
 "Where a UniPC under the lever keeps its schedule's coefficients, from `set_timesteps` to the end of the run."
 
@@ -205,7 +208,8 @@ def _mirroring(cls: Any, rig: Rig) -> type:
             self.__dict__[KNOWN] = schedules.of(self)
         return result
 
-    settles = cls.__name__ in SETTLED and cls.__module__.startswith("diffusers.")
+    is_stock = cls.__module__.startswith("diffusers.")
+    settles = is_stock and cls.__name__ in SETTLED
 
     @functools.wraps(cls.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,12 +219,26 @@ def _mirroring(cls: Any, rig: Rig) -> type:
         with swap_attr(self, "sigmas", plain(self.sigmas)):
             return cls.step(self, *args, **kwargs)
 
+    @functools.wraps(cls.step)
+    def step_by_number(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.step(self, *map(_number, args), **{name: _number(value) for name, value in kwargs.items()})
+
     body: dict[str, Any] = {"_known": True, "__setattr__": __setattr__, "set_timesteps": set_timesteps}
+    if is_stock and cls.__name__ in BY_NUMBER:
+        body["step"] = step_by_number
     if knows_unipc or settles:
         body["step"] = step
     if knows_unipc:
         body |= unipc.overrides(_known_of, rig.device, lambda: rig.count("host_sync.missed"))
     return subclass(cls, **body)
+
+
+def _number(value: Any) -> Any:
+    """The whole number of a two-sided timestep; anything else as it is."""
+    from undercrank.levers.mirror import Mirror
+
+    is_timestep = isinstance(value, Mirror) and value.dim() == 0 and not value.is_floating_point()
+    return int(value) if is_timestep else value
 
 
 def _known_of(scheduler: Any) -> Any:

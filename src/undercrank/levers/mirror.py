@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from undercrank.tensors import version_of
 
@@ -136,7 +135,7 @@ class Mirror(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _HOST_ANSWERS:
-            return func(*tree_map(_host, args), **kwargs)
+            return func(*_each(_host, args), **kwargs)
         subject = args[0] if args else None
         if isinstance(subject, Mirror) and subject.memo is not None:
             return _remembered(subject, func, args, kwargs)
@@ -203,6 +202,11 @@ def _host(value: Any) -> Any:
     return value.on_host if isinstance(value, Mirror) else value
 
 
+def _each(side: Callable[[Any], Any], args: Any) -> list[Any]:
+    """That side of each argument, and of each in a list, which is as deep as an operation's arguments go."""
+    return [[side(part) for part in arg] if isinstance(arg, list | tuple) else side(arg) for arg in args]
+
+
 # --------------------------------------------------------------------------- one operation
 
 
@@ -227,7 +231,7 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
         mirrors = [arg for arg in args if isinstance(arg, Mirror)]
         if mirrors and _same_side(mirrors) and _others_are_scalars(args):
             return _paired(func, args, mirrors[0])
-    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    return func(*_each(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
 def _counts(subject: Mirror, kwargs: dict[str, Any]) -> bool:
@@ -333,7 +337,7 @@ def _is_device_only(index: Any) -> bool:
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
     """In place: the other twin is written too, or where that could differ, copied from the leading one."""
     target = args[0]
-    func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    func(*_each(plain, args), **{name: plain(value) for name, value in kwargs.items()})
     if not isinstance(target, Mirror):
         return target
     other = target.on_device if target.leads_on_host else target.on_host
@@ -356,7 +360,7 @@ def _joined(func: Any, args: Any) -> Any:
     if first is not None and first.may_read is not None and first.may_read():
         parts = [part if isinstance(part, Mirror) else mirror(part, first.device) for part in parts]
     if first is None or stacked or not all(isinstance(part, Mirror) for part in parts) or not _same_side(parts):
-        return func(*tree_map(plain, args))
+        return func(*_each(plain, args))
     rest = args[1:]
     return first.like(func([p.on_device for p in parts], *rest), func([p.on_host for p in parts], *rest))
 
