@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from undercrank import cli, ratios
-from undercrank.calibrate import calibrate
+from undercrank import cli, paths, ratios
+from undercrank.calibrate import calibrate, find_paths
 from undercrank.engine import Engine
 from undercrank.prompts import SET_UP_SEED, TOY
 from undercrank.records import Request
@@ -65,3 +65,18 @@ def test_the_command_prints_what_each_preset_would_compute(capsys: pytest.Captur
     cli.app([*arguments, "--json"], standalone_mode=False)
     told = json.loads(capsys.readouterr().out)
     assert told["event"] == "done" and len(told["calibration"]["curves"]) == 2
+
+
+def test_a_search_keeps_a_path_for_each_preset_and_the_next_run_takes_it(engine: Engine) -> None:
+    request = Request(**SMALL | {"num_inference_steps": 12})
+    shipped = paths.read_paths()
+    found = find_paths(engine, request, films=1, rows=64)
+    assert paths.read_paths() == (*shipped, *found)
+    assert [path.budget for path in found] == [7, 5, 4]
+    assert all(path.prompts[0] not in TOY and path.rule_error is not None for path in found)
+    clip = engine.generate(
+        Request(prompt="a red ring", seed=1, fidelity="quality", **SMALL | {"num_inference_steps": 12})
+    )
+    decision = next(d for d in clip.report.plan.decisions if d.lever == "step_cache")
+    assert decision.chosen == "searched quality"
+    assert set(clip.report.trace.schedules.values()) == {found[0].schedule}

@@ -37,6 +37,7 @@ FLOORS = {
         "tensors",
         "schedules",
         "ratios",
+        "paths",
         "jobs",
         "jobs.database",
         "jobs.keys",
@@ -74,6 +75,7 @@ FLOORS = {
         "levers.quantize",
         "levers.stacks",
         "levers.step_cache",
+        "levers.trials",
         "levers.replica",
         "levers.text_trim",
         "levers.unipc",
@@ -99,6 +101,7 @@ FLOORS = {
         "audit",
         "bench",
         "calibrate",
+        "searching",
         "chart",
         "comparing",
         "fidelity",
@@ -168,8 +171,13 @@ SAME_FLOOR = {
     ("fleet", "shelf"),  # files of deleted jobs
     ("fleet", "webhooks"),  # messages to them are a part of the housekeeping
     ("ledger", "ratios"),  # which checkpoints were measured here
+    ("ledger", "paths"),  # and which were searched
     ("ratios", "settings"),  # where the user's curves are
     ("ratios", "schedules"),
+    ("paths", "settings"),
+    ("paths", "schedules"),
+    ("levers.trials", "levers.programs"),  # a search of step_cache's schedules
+    ("levers.trials", "levers.stacks"),
     ("levers", "levers.host_sync"),  # ORDER
     ("levers", "levers.attention"),
     ("levers", "levers.step_cache"),
@@ -253,8 +261,8 @@ TORCH_FROM_THE_START = {
     "levers.replica", "levers.unipc",
     "levers.uploads", "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
-    "takes", "rounding", "fidelity", "calibrate",
-    "levers.caches", "levers.programs", "levers.stacks", "levers.fewbits",
+    "takes", "rounding", "fidelity", "calibrate", "searching",
+    "levers.caches", "levers.programs", "levers.stacks", "levers.trials", "levers.fewbits",
 }  # fmt: skip
 DOORS = {
     "av": {"video"},

@@ -15,13 +15,18 @@ from undercrank.records import BadInput
 from undercrank.schedules import (
     PRESETS,
     Rule,
+    around,
+    budget_of,
     by_index,
     by_sigma,
     drifts_anew,
     everything,
     fewest,
+    gaps,
+    lightest,
     magcache,
     mask,
+    moved,
     nearest,
     searched,
 )
@@ -251,3 +256,46 @@ def test_everything_skips_nothing() -> None:
 
 def longest_gap(schedule: tuple[bool, ...]) -> int:
     return max((len(list(group)) for computed, group in itertools.groupby(schedule) if not computed), default=0)
+
+
+# --------------------------------------------------------------------------- gaps
+
+
+def test_gaps_are_all_that_a_schedule_may_leave() -> None:
+    assert gaps(6, 2) == ((0, 2), (0, 3), (1, 3), (1, 4), (2, 4), (2, 5), (3, 5))
+    assert gaps(6, 2, starts=(0, 1, 2)) == ((2, 4), (2, 5), (3, 5))
+    assert around((1, 4), 6) == (True, True, False, False, True, True)
+
+
+@given(st.lists(DRIFT, min_size=60, max_size=60), st.integers(3, 9), st.sampled_from(["worst", "sum"]))
+@settings(max_examples=60, deadline=None)
+def test_the_lightest_path_is_the_least_of_all(numbers: list[float], budget: int, by: str) -> None:
+    steps = 9
+    errors = dict(zip(gaps(steps, 4), numbers, strict=False))
+
+    def cost(plan: tuple[bool, ...]) -> tuple[float, ...]:
+        nodes = [step for step, computed in enumerate(plan) if computed]
+        found = [errors.get(gap, math.inf) for gap in itertools.pairwise(nodes) if gap[1] - gap[0] > 1]
+        return (max(found, default=0.0), sum(found)) if by == "worst" else (sum(found),)
+
+    every = [
+        (True, *middle, True) for middle in itertools.product((False, True), repeat=steps - 2)
+        if sum(middle) == budget - 2
+    ]  # fmt: skip
+    found = lightest(errors, steps, budget, by=by)
+    assert sum(found) == budget
+    assert cost(found) == pytest.approx(min(map(cost, every)))
+
+
+def test_moving_keeps_the_number_of_steps_the_first_ones_and_the_last() -> None:
+    plan = (True, True, False, True, False, True)
+    assert set(moved(plan, kept=2)) == {(True, True, True, False, False, True), (True, True, False, False, True, True)}
+    assert (True, False, True, True, False, True) in moved(plan)
+
+
+def test_a_preset_never_computes_more_than_its_share() -> None:
+    for steps in range(12, 101):
+        counts = [budget_of(preset, steps) for preset in PRESETS]
+        assert counts == sorted(counts, reverse=True)
+        assert [steps / count for count in counts] >= [1.6, 2.2, 2.5]
+        assert all(steps / count >= least for count, least in zip(counts, (1.6, 2.2, 2.5), strict=True))

@@ -363,6 +363,8 @@ def verify(
 def calibrate(
     model: Annotated[str, typer.Argument(help="Family id, hub id or folder.")] = "flipbook",
     prompt: Annotated[str | None, typer.Option("--prompt", help="What to film.")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Then search which steps to skip; takes many runs.")] = False,
+    search_films: Annotated[int, typer.Option("--search-films", min=1, help="Films to search on.")] = 4,
     negative_prompt: Negative = None, image: ImageFile = None, size: Size = None, frames: Frames = None,
     steps: Steps = None, guidance: Guidance = None, seed: Seed = None, lever: Levers = None,
     device: DeviceName = None, dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False,
@@ -378,6 +380,7 @@ def calibrate(
 
     run_calibrate(
         asked,
+        search_films=search_films if search else 0,
         allow_pickle=allow_pickle,
         local_files_only=local_files_only,
         as_json=as_json,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 
+from undercrank.paths import Path as SearchedPath
+from undercrank.paths import read_paths
 from undercrank.ratios import Curve, read_curves
 from undercrank.records import BadInput, Case, Measurement, Plan
 from undercrank.settings import settings
@@ -23,10 +25,15 @@ HERE = "measured here"
 class Ledger:
     """A set of rows, read once."""
 
-    def __init__(self, rows: Iterable[Measurement] = (), curves: Callable[[], Iterable[Curve]] = tuple) -> None:
-        """curves: asked anew at each plan, since a run may have measured some."""
+    def __init__(
+        self,
+        rows: Iterable[Measurement] = (),
+        curves: Callable[[], Iterable[Curve]] = tuple,
+        paths: Callable[[], Iterable[SearchedPath]] = tuple,
+    ) -> None:
+        """curves, paths: asked anew at each plan, since a run may have measured some."""
         self.rows = tuple(rows)
-        self._curves = curves
+        self._curves, self._paths = curves, paths
 
     def runs_like(self, case: Case) -> tuple[Measurement, ...]:
         """Whole runs of this model on this kind of device, the nearest shape first."""
@@ -71,12 +78,18 @@ class Ledger:
         """Has a checkpoint of this family been measured here for step_cache, in this dtype?"""
         return any(curve.family == family and curve.dtype == dtype for curve in self._curves())
 
+    def searched_budgets(self, family: str, dtype: str, steps: int) -> tuple[int, ...]:
+        """For how many computed steps of so many a path was searched for, on a checkpoint of this family."""
+        wanted = (family, dtype, steps)
+        return tuple(sorted({p.budget for p in self._paths() if wanted == (p.family, p.dtype, p.steps)}))
+
 
 def read_ledger(path: Path | None = None) -> Ledger:
     """The shipped rows and the user's own. A broken line in the user's file is named, not skipped."""
     shipped = [row for file in _shipped() for row in _rows(file.read_text(encoding="utf-8"), file.name)]
     own = path or settings().ledger
-    return Ledger([*shipped, *_rows(_text(own), str(own))] if own.exists() else shipped, read_curves)
+    rows = [*shipped, *_rows(_text(own), str(own))] if own.exists() else shipped
+    return Ledger(rows, read_curves, read_paths)
 
 
 def append(row: Measurement, path: Path | None = None) -> None:

@@ -85,7 +85,11 @@ def make_plan(
     resolved, notes = resolve(request, family, device) if strict else adopt(request, family)
     load = replace(load or load_spec(family), dtype=str(resolved.dtype), device=device.torch_name)
     case = case_of(resolved, family, machine, device, load, live)
-    case = replace(case, is_calibrated=ledger.is_calibrated(family.id, case.dtype))
+    case = replace(
+        case,
+        is_calibrated=ledger.is_calibrated(family.id, case.dtype),
+        searched_budgets=ledger.searched_budgets(family.id, case.dtype, case.num_inference_steps),
+    )
     levers, decisions = decide(resolved, case, ledger, load)
     for lever in levers:
         if strict:

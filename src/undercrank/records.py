@@ -496,6 +496,8 @@ class Case(Record):
     fidelity: Fidelity = Fidelity.FAITHFUL
     is_calibrated: bool = False
     "Has a run of this model in this dtype been measured here for step_cache?"
+    searched_budgets: tuple[int, ...] = ()
+    "Computed steps for which step_cache knows a searched path, of this model in this dtype at so many steps."
     weights: dict[str, int] = field(default_factory=dict)
     "Bytes of each component that the device holds at a time under the levers that are on; empty: unknown."
     working_bytes: int = 0

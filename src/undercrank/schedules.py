@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from undercrank.records import BadInput
 
 Schedule = tuple[bool, ...]
+Gap = tuple[int, int]
+"Two computed steps; those between them are skipped."
 
 MAX_THRESHOLD = 10.0
 "Errors accumulate as fractions of one: beyond this nothing would ever be computed."
@@ -63,6 +65,14 @@ PRESETS: dict[str, Rule] = {
     "fast": Rule(threshold=0.24, max_skip_steps=3, retention=0.2),
 }
 "From the most careful to the boldest."
+
+SHARES: dict[str, float] = {"quality": 0.6, "balanced": 0.45, "fast": 0.4}
+"Of the steps, how many each preset computes where a path was searched for."
+
+
+def budget_of(preset: str, steps: int) -> int:
+    """Computed steps of a preset's searched path: never more than its share, and the first and the last step."""
+    return max(2, int(SHARES[preset] * steps + 1e-9))
 
 
 # --------------------------------------------------------------------------- schedules
@@ -129,7 +139,7 @@ def searched(
     max_skip_steps: int | None = None,
     starts: Sequence[int] = (0,),
 ) -> Schedule:
-    """The schedule of exactly `budget` computed steps whose largest gap error is smallest; of those, the least sum.
+    """`lightest` on errors that are reckoned from drifts: exactly `budget` computed steps, the largest error smallest.
 
     drifts: how far the residual moves from step t-1 to t, in parts of the stack's output; ratio-free, one a step.
     weights: how much an error at step t weighs, for instance the length of the step in sigma.
@@ -141,16 +151,56 @@ def searched(
     limit = steps if max_skip_steps is None else max_skip_steps
     _check_budget(budget, steps, len(fixed), fewest(steps, limit, starts))
     reached = list(accumulate(drifts))
-    after = {step: next(f for f in fixed if f > step) for step in range(steps - 1)}
-    gaps = {
+    errors = {
         (i, j): sum((reached[k] - reached[i]) * weights[k] for k in range(i + 1, j))
-        for i in range(steps - 1)
-        for j in range(i + 1, min(after[i], i + limit + 1) + 1)
+        for i, j in gaps(steps, limit, starts)
     }
-    worst = _cheapest(gaps, steps, budget, max)[0]
-    allowed = {edge: error for edge, error in gaps.items() if error <= worst}
-    computed = set(_cheapest(allowed, steps, budget, lambda a, b: a + b)[1])
+    return lightest(errors, steps, budget, starts=starts)
+
+
+def lightest(
+    errors: Mapping[Gap, float], steps: int, budget: int, *, starts: Sequence[int] = (0,), by: str = "worst"
+) -> Schedule:
+    """The schedule of exactly `budget` computed steps that skips in the least harmful of these gaps.
+
+    errors: of each gap that may be left, by its two computed steps.
+    by: "worst", the largest error is smallest, and of those the sum (LeMiCa's order); or "sum", the sum alone.
+    """
+    edges = {(step, step + 1): 0.0 for step in range(steps - 1)}
+    fixed = sorted({0, steps - 1, *starts})
+    edges |= {(i, j): error for (i, j), error in errors.items() if not any(i < step < j for step in fixed)}
+    longest = max((j - i for i, j in edges), default=1) - 1
+    _check_budget(budget, steps, len(fixed), fewest(steps, longest, starts))
+    if by == "worst":
+        largest = _cheapest(edges, steps, budget, max)[0]
+        edges = {edge: error for edge, error in edges.items() if error <= largest}
+    computed = set(_cheapest(edges, steps, budget, lambda a, b: a + b)[1])
     return tuple(step in computed for step in range(steps))
+
+
+def gaps(steps: int, max_skip_steps: int, starts: Sequence[int] = (0,)) -> tuple[Gap, ...]:
+    """Every pair of computed steps between which steps may be skipped, no more than so many and none of `starts`."""
+    fixed = sorted({0, steps - 1, *starts})
+    return tuple(
+        (i, j)
+        for i in range(steps - 2)
+        for j in range(i + 2, min(next(f for f in fixed if f > i), i + max_skip_steps + 1) + 1)
+    )
+
+
+def around(gap: Gap, steps: int) -> Schedule:
+    """Every step but those inside the gap."""
+    return tuple(not gap[0] < step < gap[1] for step in range(steps))
+
+
+def moved(schedule: Schedule, *, kept: int = 1) -> tuple[Schedule, ...]:
+    """The schedules in which one computed step is a step earlier or later; the first `kept` and the last one stay."""
+    found = []
+    for step in range(max(1, kept), len(schedule) - 1):
+        for other in (step - 1, step + 1):
+            if schedule[step] and not schedule[other] and other >= kept:
+                found.append(tuple(schedule[{step: other, other: step}.get(i, i)] for i in range(len(schedule))))
+    return tuple(dict.fromkeys(found))
 
 
 def fewest(steps: int, max_skip_steps: int, starts: Sequence[int] = (0,)) -> int:
@@ -169,17 +219,17 @@ def _check_budget(budget: int, steps: int, fixed: int, least: int) -> None:
 
 
 def _cheapest(
-    gaps: dict[tuple[int, int], float], steps: int, budget: int, join: Callable[[float, float], float]
+    edges: Mapping[Gap, float], steps: int, budget: int, join: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
     """The cost and the computed steps of the cheapest path from the first step to the last with `budget` nodes."""
     into: dict[int, list[tuple[int, float]]] = {}
-    for (i, j), error in gaps.items():
+    for (i, j), error in edges.items():
         into.setdefault(j, []).append((i, error))
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for _ in range(budget - 1):
         before, now = best[-1], {}
-        for j, edges in into.items():
-            costs = [(join(before[i][0], error), i) for i, error in edges if i in before]
+        for j, reaching in into.items():
+            costs = [(join(before[i][0], error), i) for i, error in reaching if i in before]
             if costs:
                 now[j] = min(costs)
         best.append(now)

@@ -11,7 +11,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 
-from undercrank import ratios, schedules
+from undercrank import paths, ratios, schedules
 from undercrank.audit import stalls
 from undercrank.engine import Run, accelerate
 from undercrank.families import family
@@ -20,6 +20,7 @@ from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.programs import checkpoint, phases, scheduler_title
 from undercrank.levers.stacks import Stack
 from undercrank.levers.step_cache import StepCache
+from undercrank.paths import Path
 from undercrank.ratios import Curve
 from undercrank.records import BadInput, Lever, LeverRefused
 from undercrank.rig import Rig
@@ -290,6 +291,63 @@ def test_a_budget_is_kept_and_leaves_the_first_steps_alone(wan: Any) -> None:
     with cached(wan, transformer_cache_budget="9", transformer_cache_retention="0.4") as run:
         film(wan, steps=20, num_frames=1)
         assert all(d.startswith("1" * 8) and d.count("1") == 9 for d in run.trace.schedules.values())
+
+
+def path_of(pipe: Any, schedule: str) -> Path:
+    return Path(
+        source="searched here", checkpoint=checkpoint(pipe.transformer), family=WAN, dtype="float32",
+        scheduler=scheduler_title(pipe.scheduler), denoiser="transformer", steps=len(schedule),
+        budget=schedule.count("1"), schedule=schedule, error=0.01, films=1, prompts=("a",), seeds=(1,), width=32,
+        height=32, num_frames=5, guidance_scale=5.0, forwards=1,
+    )  # fmt: skip
+
+
+def test_a_searched_path_is_taken_for_its_budget_and_for_no_other(wan: Any) -> None:
+    calibrate(wan, WAN, 12)
+    paths.append([path_of(wan, "110110010011")])
+    with cached(wan, transformer_cache_budget="7") as run:
+        film(wan, 12)
+        assert set(run.trace.schedules.values()) == {"110110010011"}
+    with cached(wan, transformer_cache_budget="8") as run:
+        film(wan, 12)
+        assert {digits.count("1") for digits in run.trace.schedules.values()} == {8}
+
+
+def test_the_searched_path_of_a_preset_needs_no_curve(wan: Any) -> None:
+    paths.append([path_of(wan, "110110010011"), path_of(wan, "110010000011")])
+    for quality, digits in (("quality", "110110010011"), ("balanced", "110010000011")):
+        with cached(wan, transformer_cache="searched", transformer_cache_quality=quality) as run:
+            film(wan, 12)
+            assert set(run.trace.schedules.values()) == {digits} and not complaints(run)
+    assert ratios.read_curves() == ()
+
+
+def test_a_path_that_nobody_searched_for_is_refused_with_the_remedy(wan: Any) -> None:
+    with pytest.raises(LeverRefused, match=r"no path of 7 computed steps of 12 .* calibrate --search"):
+        with cached(wan, transformer_cache="searched", transformer_cache_quality="quality"):
+            film(wan, 12)
+    paths.append([path_of(wan, "110110010011")])
+    with torch.no_grad():
+        wan.transformer.proj_out.bias.add_(1)  # other weights
+    with pytest.raises(LeverRefused, match="for these weights"):
+        with cached(wan, transformer_cache="searched", transformer_cache_quality="quality"):
+            film(wan, 12)
+
+
+def test_auto_takes_the_searched_path_where_one_is_known_and_the_rule_where_the_weights_are_others(wan: Any) -> None:
+    paths.append([path_of(wan, "110110010011")])
+    with accelerate(wan, "quality", host_sync="off", text_trim="off") as run:
+        film(wan, 12)
+        assert next(d for d in run.plan.decisions if d.lever == "step_cache").chosen == "searched quality"
+        assert set(run.trace.schedules.values()) == {"110110010011"}
+        film(wan, 16)  # no path of so many steps: it measures, as ever
+        assert not skipped(run)
+    with torch.no_grad():
+        wan.transformer.proj_out.bias.add_(1)
+    calibrate(wan, WAN, 12)
+    with accelerate(wan, "quality", host_sync="off", text_trim="off") as run:
+        film(wan, 12)
+        assert "110110010011" not in run.trace.schedules.values()
 
 
 def test_settings_may_be_numbers(wan: Any) -> None:

@@ -1,46 +1,49 @@
 """Which schedule keeps flipbook's films nearest for as many calls: presets, resamplings, searched paths, fewer steps.
 
-Every setting films the same prompts and seeds as the reference (every step computed, same number of steps), in batches.
-The checkpoint is measured on another prompt and seed. One row a film goes to OUT/results.jsonl, one a setting to
-OUT/settings.jsonl; a table of medians is printed. On a GPU all films of a step count are one batch:
+First paths are searched for on films apart (or taken from --paths). Then every setting films the same prompts and seeds
+as the reference (every step computed, same number of steps), all films of a setting in one call of the pipeline. Rows
+are written as they come: one a film to OUT/results.jsonl, one a setting to OUT/settings.jsonl, what was found to
+OUT/paths.jsonl. What matters most is filmed first, so that a run that --seconds cuts short still says the main thing:
 
-    python tools/study/step_cache_flipbook.py --out study --prompts 12 --seeds 3 --device cuda
-    python tools/study/step_cache_flipbook.py --out rehearsal --prompts 2 --seeds 1 --device cpu --steps 20 --frames 9
+    python tools/study/step_cache_flipbook.py --out study --device cuda --seconds 180
+    python tools/study/step_cache_flipbook.py --out small --prompts 3 --seeds 1 --steps 20 --frames 9 --search-films 2
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import json
+import math
 import os
-import re
+import platform
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from undercrank import families, ratios, schedules
+from undercrank import families, paths, ratios, schedules, searching
+from undercrank.levers import step_cache
 from undercrank.levers.caches import Scheduled
-from undercrank.levers.programs import Phase, Programs
+from undercrank.levers.programs import Phase, Programs, phases
 from undercrank.levers.stacks import stacked
 from undercrank.load import load
 from undercrank.planner import load_spec
-from undercrank.prompts import SET_UP_SEED, prompts_for, set_up_prompt
-from undercrank.quality import compare_frames
+from undercrank.prompts import SET_UP_SEED, prompts_for, searched_on, set_up_prompt
+from undercrank.quality import EQUAL_DB, compare_frames
 from undercrank.ratios import Curve
 from undercrank.rig import Rig
 from undercrank.schedules import PRESETS, Rule, Schedule
 from undercrank.undo import appended
 
 CALIBRATED_STEPS = 50
-METRICS = ("psnr_db", "st_lpips_alex")
+METRICS = ("psnr_db", "ssim", "st_lpips_alex")
 
 Plans = dict[str, Schedule]
 "A schedule for each branch."
@@ -50,16 +53,23 @@ Plans = dict[str, Schedule]
 class Setting:
     name: str
     kind: str
-    "preset, search, equal (the rule at the calls of a search), steps, floor"
+    """floor; preset (MagCache's rule); path (searched); gaps (by gaps alone, not tried); drifts (no look at films);
+    equal (MagCache's rule at the calls of a path); steps (fewer steps)"""
+    of: int
+    "Steps of the reference."
+    preset: str = ""
+    "Whose calls it spends."
     steps: int
-    schedules: Plans = field(default_factory=dict)
+    plans: Plans = field(default_factory=dict)
     "Empty: every step is computed."
-    low: bool = False
-    "The denoiser in bfloat16."
+    how: str = ""
+    "Of a floor: bfloat16, or math (attention by plain products)."
+    extra: bool = False
+    "Filmed after everything that is not."
 
     @property
     def calls(self) -> int:
-        return sum(map(sum, self.schedules.values())) if self.schedules else 2 * self.steps
+        return sum(map(sum, self.plans.values())) if self.plans else 2 * self.steps
 
 
 # --------------------------------------------------------------------------- filming
@@ -70,13 +80,12 @@ class Studio:
 
     def __init__(self, rig: Rig, films: Sequence[tuple[str, int]], args: argparse.Namespace) -> None:
         self.rig, self.films, self.args = rig, films, args
+        self._exact = {name: value.clone() for name, value in rig.pipe.transformer.state_dict().items()}
 
-    def shoot(self, films: Sequence[tuple[str, int]], steps: int, make: Any) -> tuple[torch.Tensor, float]:
-        """Frames, films x F 3 H W in uint8 on the CPU, and the seconds that all of them took."""
-        begun, made = time.perf_counter(), []
-        for start in range(0, len(films), self.args.batch):
-            made.append(self._batch(films[start : start + self.args.batch], steps, make))
-        return torch.cat(made), time.perf_counter() - begun
+    def shoot(self, films: Sequence[tuple[str, int]], steps: int, make: Any) -> torch.Tensor:
+        """Frames, films x F 3 H W in uint8 on the CPU."""
+        starts = range(0, len(films), self.args.batch)
+        return torch.cat([self._batch(films[start : start + self.args.batch], steps, make) for start in starts])
 
     def _batch(self, films: Sequence[tuple[str, int]], steps: int, make: Any) -> torch.Tensor:
         rig, args = self.rig, self.args
@@ -102,20 +111,29 @@ class Studio:
                 output_type="pt",
             ).frames
         assert {key: run for key, run in rig.executed.items()} == rig.planned
-        return (frames.float().cpu() * 255).round().clamp(0, 255).to(torch.uint8)
+        return (frames.float() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
 
-    def film(self, setting: Setting) -> tuple[torch.Tensor, float]:
+    def film(self, setting: Setting) -> torch.Tensor:
         def make(phase: Phase, curve: Curve | None) -> Schedule:
-            assert curve is not None, "measure flipbook first"
-            return setting.schedules[curve.branch]
+            return setting.plans[curve.branch if curve else "cond"]
 
-        if not setting.low:
-            return self.shoot(self.films, setting.steps, make if setting.schedules else None)
-        self.rig.pipe.transformer.to(torch.bfloat16)
-        try:
-            return self.shoot(self.films, setting.steps, None)
-        finally:
-            self.rig.pipe.transformer.load_state_dict(self.exact, assign=True)
+        with self._floor(setting.how):
+            return self.shoot(self.films, setting.steps, make if setting.plans else None)
+
+    @contextmanager
+    def _floor(self, how: str) -> Iterator[None]:
+        transformer = self.rig.pipe.transformer
+        if how == "math":
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
+        elif how == "bfloat16":
+            transformer.to(torch.bfloat16)
+            try:
+                yield
+            finally:
+                transformer.load_state_dict(self._exact, assign=True)
+        else:
+            yield
 
     def measure(self, steps: int) -> dict[str, Curve]:
         """Curves by branch, of a prompt and a seed that are among no films."""
@@ -125,16 +143,85 @@ class Studio:
         self.shoot([film], steps, lambda phase, curve: None)
         return {curve.branch: curve for curve in ratios.read_curves()[before:]}
 
-    def keep_exact(self) -> None:
-        self.exact = {name: value.clone() for name, value in self.rig.pipe.transformer.state_dict().items()}
+    def levels(self, steps: int) -> tuple[float, ...]:
+        self.rig.scheduler.set_timesteps(steps)
+        return phases(self.rig, steps)["transformer"].levels
+
+
+# --------------------------------------------------------------------------- paths
+
+
+def found_paths(studio: Studio, curves: dict[str, Curve], args: argparse.Namespace, out: Path) -> list[paths.Path]:
+    """Those of a file, or a search for each number of steps; the films of a search are none of the study's."""
+    if args.paths:
+        return [paths.Path.from_json(line) for line in args.paths.read_text().splitlines()]
+    family, found = studio.rig.family, []
+    prompts = searched_on(family, args.search_films)
+    assert not set(prompts) & {prompt for prompt, _ in studio.films}
+    for steps in (*args.steps, *args.search_only):
+        films = searching.Films(
+            prompts=prompts, seeds=tuple(range(searching.SEARCH_SEED, searching.SEARCH_SEED + len(prompts))),
+            width=args.size, height=args.size, num_frames=args.frames, num_inference_steps=steps,
+            guidance_scale=family.guidance_scale, rows=args.rows,
+        )  # fmt: skip
+        budgets = dict.fromkeys(schedules.budget_of(preset, steps) for preset in PRESETS)
+        read = functools.partial(schedules.nearest, curves["cond"].ratios, steps)
+        begun = time.perf_counter()
+        with coarse_products(args.device):
+            path = searching.search(
+                studio.rig, films, tuple(budgets), rule=lambda rule, read=read: schedules.magcache(read(), rule),
+                moves=args.moves, tell=say,
+            )  # fmt: skip
+        say(f"searched in {time.perf_counter() - begun:.1f} s")
+        found += [replace(each, source="searched") for each in path]
+        with (out / "paths.jsonl").open("w") as file:
+            file.writelines(each.to_json() + "\n" for each in found)
+    return found
+
+
+@contextmanager
+def coarse_products(device: str) -> Iterator[None]:
+    """A search on a GPU may multiply in TF32: its errors lie far below those that are compared."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.startswith("cuda") else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 # --------------------------------------------------------------------------- settings
 
 
-def levels_of(rig: Rig, steps: int) -> tuple[float, ...]:
-    rig.scheduler.set_timesteps(steps)
-    return tuple(float(t) / 1000 for t in rig.scheduler.timesteps)
+def settings_for(
+    of: int, curves: dict[str, Curve], levels: tuple[float, ...], known: Iterable[paths.Path]
+) -> list[Setting]:
+    """Everything that is filmed beside the reference of so many steps."""
+    found = [Setting(name=how, kind="floor", of=of, steps=of, how=how) for how in ("bfloat16", "math")]
+    read = {
+        how: {branch: read_anew(curve, levels, how) for branch, curve in curves.items()}
+        for how in ("nearest", "index", "sigma")
+    }
+    for preset, rule in PRESETS.items():
+        for how, by_branch in read.items():
+            plans = {branch: schedules.magcache(numbers, rule) for branch, numbers in by_branch.items()}
+            found.append(
+                Setting(name=f"{preset} {how}", kind="preset", of=of, preset=preset, steps=of, plans=plans,
+                        extra=how != "nearest")
+            )  # fmt: skip
+    for preset in PRESETS:
+        budget = schedules.budget_of(preset, of)
+        path = next((each for each in known if (each.steps, each.budget) == (of, budget)), None)
+        if path:
+            found.append(
+                Setting(name=f"path {budget}", kind="path", of=of, preset=preset, steps=of,
+                        plans=dict.fromkeys(curves, path.computes))
+            )  # fmt: skip
+        found += rivals(of, preset, budget, read["nearest"])
+        found.append(drifts(of, preset, budget, curves, levels))
+    counts = sorted({(each.calls + 1) // 2 for each in found if each.kind in ("preset", "path") and not each.extra})
+    found += [Setting(name=f"{n} steps", kind="steps", of=of, steps=n) for n in counts if n < of]
+    return found
 
 
 def read_anew(curve: Curve, levels: Sequence[float], how: str) -> tuple[float, ...]:
@@ -145,141 +232,171 @@ def read_anew(curve: Curve, levels: Sequence[float], how: str) -> tuple[float, .
     return schedules.by_sigma(curve.ratios, curve.levels, levels)
 
 
-def drifts_at(curve: Curve, levels: Sequence[float]) -> tuple[float, ...]:
-    return schedules.drifts_anew(curve.drifts, [-x for x in curve.levels], [-x for x in levels])
+def drifts(of: int, preset: str, budget: int, curves: dict[str, Curve], levels: tuple[float, ...]) -> Setting:
+    """The search that looks at no film: on how far residuals move."""
+    lever, phase = step_cache.StepCache(cache="magcache", budget=budget), Phase(denoiser="transformer", first=0,
+                                                                                levels=levels, total=of)  # fmt: skip
+    plans = {branch: lever.schedule(phase, curve) or () for branch, curve in curves.items()}
+    return Setting(name=f"drifts {budget}", kind="drifts", of=of, preset=preset, steps=of, plans=plans, extra=True)
 
 
-def weights_of(levels: Sequence[float], power: int | None) -> list[float]:
-    """How much an error in each step weighs: alike, or by the step's length in sigma, times a power of sigma."""
-    lengths = [early - late for early, late in pairwise((*levels, 0.0))]
-    return [1.0 if power is None else length * level**power for length, level in zip(lengths, levels, strict=True)]
+def rivals(of: int, preset: str, budget: int, read: dict[str, tuple[float, ...]]) -> list[Setting]:
+    """MagCache's rule at as many calls, at several of its settings: first the preset's own but for the threshold.
+
+    The report takes whichever of them did best on the very films that it reports: more than fair to the rule.
+    """
+    own, found = PRESETS[preset], []
+    for retention, most in dict.fromkeys([(own.retention, own.max_skip_steps), (0.2, 3), (0.3, 3), (0.2, 4), (0.1, 3),
+                                          (0.2, 2), (0.3, 4)]):  # fmt: skip
+        plans = rule_with(read, budget, retention, most)
+        if plans and plans not in found:
+            found.append(plans)
+    return [
+        Setting(name=f"rule {budget} {'abcdefg'[i]}", kind="equal", of=of, preset=preset, steps=of, plans=plans,
+                extra=i > 1)
+        for i, plans in enumerate(found[:4])
+    ]  # fmt: skip
 
 
-def rule_with(ratios_: Sequence[float], count: int) -> Schedule | None:
-    """MagCache's rule at a threshold that computes exactly so many steps, other settings those of `balanced`."""
-    for retention in (0.2, 0.3, 0.1):
-        for most in (3, 2, 4, 6):
-            for thousandth in range(0, 2000, 2):
-                rule = Rule(threshold=thousandth / 1000, max_skip_steps=most, retention=retention)
-                found = schedules.magcache(ratios_, rule)
-                if sum(found) == count:
-                    return found
-    return None
-
-
-def settings_for(steps: int, curves: dict[str, Curve], own: dict[str, Curve], levels: Sequence[float]) -> list[Setting]:
-    found = [Setting(name="bfloat16", kind="floor", steps=steps, low=True)]
-    budgets: set[int] = set()
-    for preset, rule in PRESETS.items():
-        for how in ("nearest", "index", "sigma"):
-            plans = {b: schedules.magcache(read_anew(c, levels, how), rule) for b, c in curves.items()}
-            found.append(Setting(name=f"{preset} {how}", kind="preset", steps=steps, schedules=plans))
-            if how == "nearest":
-                budgets.add(sum(map(sum, plans.values())) // 2)
-        plans = {b: schedules.magcache(c.ratios, rule) for b, c in own.items()}
-        found.append(Setting(name=f"{preset} measured at {steps}", kind="preset", steps=steps, schedules=plans))
-    for budget in sorted(budgets):
-        found += searches(steps, budget, curves, levels)
-    rivals = sorted({(setting.calls + 1) // 2 for setting in found if setting.kind in ("preset", "search")})
-    found += [Setting(name=f"{count} steps", kind="steps", steps=count) for count in rivals if 2 <= count < steps]
-    return found
-
-
-def searches(steps: int, budget: int, curves: dict[str, Curve], levels: Sequence[float]) -> list[Setting]:
-    """Searched paths of so many steps for each branch, and MagCache's rule at as many."""
-    found = []
-    for power, kept in itertools.product((None, 0, 1, 2, 3), (0.0, 0.2)):
-        starts = range(max(1, min(int(kept * steps + 0.5), budget - 1)))
-        weights = weights_of(levels, power)
-        plans = {b: schedules.searched(drifts_at(c, levels), weights, budget, starts=starts) for b, c in curves.items()}
-        weighing = "alike" if power is None else f"sigma^{power}"
-        found.append(
-            Setting(name=f"search {budget}: {weighing}, keeps {kept}", kind="search", steps=steps, schedules=plans)
-        )
-    rule = {b: rule_with(read_anew(c, levels, "nearest"), budget) for b, c in curves.items()}
-    if None not in rule.values():
-        equal = {branch: plan for branch, plan in rule.items() if plan is not None}
-        found.append(Setting(name=f"rule at {budget}", kind="equal", steps=steps, schedules=equal))
-    return found
+def rule_with(read: dict[str, tuple[float, ...]], budget: int, retention: float, most: int) -> Plans | None:
+    """At the threshold whose calls are nearest to, and not above, those of the budget; None: none is near."""
+    best: Plans | None = None
+    for threshold in (n / 200 for n in range(1, 201)):
+        rule = Rule(threshold=threshold, max_skip_steps=most, retention=retention)
+        plans = {branch: schedules.magcache(numbers, rule) for branch, numbers in read.items()}
+        calls = sum(map(sum, plans.values()))
+        if calls <= 2 * budget and (best is None or calls > sum(map(sum, best.values()))):
+            best = plans
+    return best if best and sum(map(sum, best.values())) > 2 * budget - len(read) else None
 
 
 # --------------------------------------------------------------------------- the study
 
 
-def study(studio: Studio, args: argparse.Namespace, out: Path) -> None:
+def study(studio: Studio, args: argparse.Namespace, out: Path, until: float) -> None:
     curves = studio.measure(CALIBRATED_STEPS)
+    known = found_paths(studio, curves, args, out)
+    references: dict[int, torch.Tensor] = {}
+    done: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    planned = {of: settings_for(of, curves, studio.levels(of), known) for of in args.steps}
     with (out / "results.jsonl").open("w") as results, (out / "settings.jsonl").open("w") as told:
-        for steps in args.steps:
-            own = curves if steps == CALIBRATED_STEPS else studio.measure(steps)
-            reference, seconds = studio.film(Setting(name="all", kind="reference", steps=steps))
-            print(f"\n{steps} steps: {len(studio.films)} films in {seconds:.1f} s", flush=True)
-            settings = settings_for(steps, curves, own, levels_of(studio.rig, steps))
-            for setting in (each for each in settings if re.search(args.only, each.name)):
-                frames, seconds = studio.film(setting)
-                rows = [
-                    row(setting, steps, film, a, b, seconds / len(studio.films), args)
-                    for film, a, b in zip(studio.films, reference, frames, strict=True)
-                ]
-                results.writelines(json.dumps(each) + "\n" for each in rows)
-                results.flush()
-                plans = {branch: "".join("01"[c] for c in plan) for branch, plan in setting.schedules.items()}
-                summary = {"of": steps, "name": setting.name, "kind": setting.kind, "calls": setting.calls,
-                           "films": len(rows), "schedules": plans, **medians(rows)}  # fmt: skip
-                told.write(json.dumps(summary) + "\n")
-                told.flush()
-                print(line(summary, steps), flush=True)
+        for extra in (False, True):
+            for of in args.steps:
+                for setting in (each for each in planned[of] if each.extra is extra):
+                    key = (of, setting.steps, setting.how, tuple(sorted(setting.plans.items())))
+                    if key not in done:
+                        if time.perf_counter() > until:
+                            say(f"out of time before {setting.name} of {of} steps")
+                            return
+                        if of not in references:
+                            references[of] = studio.film(Setting(name="all", kind="reference", of=of, steps=of))
+                        begun = time.perf_counter()
+                        frames = studio.film(setting)
+                        filmed = time.perf_counter() - begun
+                        done[key] = distances(references[of], frames, args)
+                        say(
+                            f"{of} steps, {setting.name}: {filmed:.2f} s + {time.perf_counter() - begun - filmed:.2f} s"
+                        )
+                    rows = [
+                        {"setting": setting.name, "of": of, "prompt": prompt, "seed": seed, **each}
+                        for (prompt, seed), each in zip(studio.films, done[key], strict=True)
+                    ]
+                    results.writelines(json.dumps(each) + "\n" for each in rows)
+                    told.write(json.dumps(summary(setting, rows)) + "\n")
+                    results.flush(), told.flush()
+                    say(line(summary(setting, rows)))
 
 
-def row(
-    setting: Setting, of: int, film: tuple[str, int], a: torch.Tensor, b: torch.Tensor, seconds: float, args: Any
-) -> dict[str, Any]:
-    report = compare_frames(a, b, names=args.metrics, device=args.device)
-    return {
-        "setting": setting.name, "kind": setting.kind, "of": of, "steps": setting.steps, "calls": setting.calls,
-        "prompt": film[0], "seed": film[1], "seconds": round(seconds, 4),
-        **{distance.metric: distance.value for distance in report.distances},
-    }  # fmt: skip
-
-
-def medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    found = {}
-    for name in METRICS:
-        values = sorted(each[name] for each in rows if each.get(name) is not None)
-        if values:
-            found[name] = statistics.median(values)
-            found[f"{name} from"], found[f"{name} to"] = values[0], values[-1]
+def distances(a: torch.Tensor, b: torch.Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Of each film, from the frames of all films at once."""
+    count, frames = a.shape[0], a.shape[1]
+    report = compare_frames(a.flatten(0, 1), b.flatten(0, 1), names=args.metrics, device=args.device)
+    found: list[dict[str, float]] = [{} for _ in range(count)]
+    for distance in report.distances:
+        for film in range(count if distance.curve else 0):
+            curve = distance.curve[film * frames : (film + 1) * frames]
+            found[film][distance.metric] = round(of_film(distance.metric, curve), 6)
     return found
 
 
-def line(summary: dict[str, Any], steps: int) -> str:
-    fewer = 2 * steps / summary["calls"]
-    figures = "  ".join(f"{name} {summary[name]:.4g}" for name in METRICS if name in summary)
-    return f"  {summary['name']:52s} calls {summary['calls']:3d}/{2 * steps}  {fewer:.2f}x  {figures}"
+def of_film(metric: str, curve: Sequence[float]) -> float:
+    """The mean over frames; PSNR of their mean square."""
+    if metric != "psnr_db":
+        return statistics.fmean(curve)
+    mean = statistics.fmean(0.0 if value == EQUAL_DB else 10 ** (-value / 10) for value in curve)
+    return EQUAL_DB if mean == 0 else -10 * math.log10(mean)
+
+
+def summary(setting: Setting, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    plans = {branch: searching.digits(plan) for branch, plan in setting.plans.items()}
+    found: dict[str, Any] = {
+        "of": setting.of, "name": setting.name, "kind": setting.kind, "preset": setting.preset, "calls": setting.calls,
+        "films": len(rows), "schedules": plans,
+    }  # fmt: skip
+    for name in METRICS:
+        values = sorted(each[name] for each in rows if name in each)
+        if values:
+            found[name] = statistics.median(values)
+            found[f"{name} range"] = [values[0], values[-1]]
+    return found
+
+
+def line(found: dict[str, Any]) -> str:
+    figures = "  ".join(f"{name} {found[name]:.4g}" for name in METRICS if name in found)
+    calls = f"{found['calls']:3d} calls, {2 * found['of'] / found['calls']:.2f}x"
+    return f"  {found['of']:3d} {found['name']:20s} {calls}  {figures}"
+
+
+def say(words: str) -> None:
+    print(words, flush=True)
+
+
+def about(studio: Studio, args: argparse.Namespace) -> dict[str, Any]:
+    """What was filmed, on what: the first thing that the report says."""
+    import diffusers
+
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "CPU"
+    return {
+        "device": device, "torch": torch.__version__, "diffusers": diffusers.__version__, "size": args.size,
+        "frames": args.frames, "guidance_scale": studio.rig.family.guidance_scale, "dtype": "float32",
+        "prompts": list(dict.fromkeys(prompt for prompt, _ in studio.films)),
+        "seeds": list(dict.fromkeys(seed for _, seed in studio.films)),
+        "curve_of": [set_up_prompt(studio.rig.family), SET_UP_SEED, CALIBRATED_STEPS],
+    }  # fmt: skip
 
 
 def main() -> None:
+    begun = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, nargs="+", default=[20, 30, 50])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="film nothing more after so long")
+    parser.add_argument("--steps", type=int, nargs="+", default=[30, 20, 50])
     parser.add_argument("--frames", type=int, default=33)
     parser.add_argument("--size", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=36)
-    parser.add_argument("--only", default="", help="settings whose name this pattern is found in")
+    parser.add_argument("--batch", type=int, default=36, help="films in a call")
     parser.add_argument("--metrics", nargs="+", default=list(METRICS))
+    parser.add_argument("--paths", type=Path, help="paths found before, in place of a search")
+    parser.add_argument("--search-films", type=int, default=8)
+    parser.add_argument(
+        "--search-only", type=int, nargs="*", default=[], help="numbers of steps to find paths for only"
+    )
+    parser.add_argument("--rows", type=int, default=512, help="trials in a batch of the search")
+    parser.add_argument("--moves", type=int, default=searching.MOST_MOVES)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ["UNDERCRANK_CALIBRATIONS"] = str(args.out / "curves.jsonl")
     (args.out / "curves.jsonl").unlink(missing_ok=True)
     family = families.family("flipbook")
     films = [(prompt, seed) for seed in range(1, args.seeds + 1) for prompt in prompts_for(family, args.prompts)]
-    spec = load_spec(family)
-    with load(replace(spec, dtype="float32", device=args.device), family) as loaded, loaded.rig.seams():
+    with load(replace(load_spec(family), dtype="float32", device=args.device), family) as loaded, loaded.rig.seams():
+        loaded.rig.pipe.set_progress_bar_config(disable=True)
         studio = Studio(loaded.rig, films, args)
-        studio.keep_exact()
-        study(studio, args, args.out)
+        (args.out / "about.json").write_text(json.dumps(about(studio, args), indent=1) + "\n")
+        study(studio, args, args.out, begun + args.seconds)
+    say(f"in all {time.perf_counter() - begun:.1f} s")
 
 
 if __name__ == "__main__":

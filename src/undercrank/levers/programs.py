@@ -7,13 +7,13 @@ changes: a curve of the checkpoint, kept for the runs after it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from undercrank import ratios
+from undercrank import paths, ratios
 from undercrank.ratios import Curve, Identity
 from undercrank.rig import DENOISERS
 from undercrank.schedules import Schedule
@@ -39,6 +39,8 @@ class Phase:
     "Noise at the start of each step, falling."
     total: int
     "Steps of the whole run."
+    paths: Mapping[int, Schedule] = field(default_factory=dict)
+    "Schedules that were searched for, for these weights and so many steps, by budget."
 
     @property
     def steps(self) -> int:
@@ -78,11 +80,33 @@ class Programs:
         self._phases = phases(self._rig, total)
         self._curves = ratios.read_curves()
         self._identities = {name: self._identity(name) for name in self._phases}
+        known = paths.read_paths()
+        self._phases = {name: self._with_paths(phase, known) for name, phase in self._phases.items()}
 
     @property
     def starts(self) -> tuple[int, ...]:
         """Steps at which a denoiser begins."""
         return tuple(phase.first for phase in self._phases.values() if phase.steps)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Budgets for which a path is known of every denoiser of this run."""
+        known = [set(phase.paths) for phase in self._phases.values() if phase.steps]
+        return tuple(sorted(set.intersection(*known))) if known else ()
+
+    def _with_paths(self, phase: Phase, known: tuple[paths.Path, ...]) -> Phase:
+        if phase.steps != phase.total:
+            return phase  # a path is of all steps of a run
+        weights, dtype = self._identities[phase.denoiser]
+        found = paths.find(
+            known,
+            checkpoint=weights,
+            dtype=dtype,
+            scheduler=scheduler_title(self._rig.scheduler),
+            denoiser=phase.denoiser,
+            steps=phase.steps,
+        )
+        return replace(phase, paths=found)
 
     def _identity(self, name: str) -> tuple[str, str]:
         module = getattr(self._rig.pipe, name)

@@ -147,6 +147,10 @@ class Part:
         finally:
             self.inside = True
 
+    def of(self, call: dict[str, Any]) -> Any:
+        """A forward with these arguments in place of those that the pipeline gave; its blocks are asked for."""
+        return self._stock(**call)
+
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The streams among a block's arguments; None where one is not given."""
         return [args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(self.form.streams)]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from undercrank.levers.programs import Phase
     from undercrank.rig import Rig
 
-CACHES = ("magcache", "fbcache", "easycache", "mask", "measure")
+CACHES = ("magcache", "searched", "fbcache", "easycache", "mask", "measure")
 LOOKS_AT_DATA = ("fbcache", "easycache")
 
 FIRST_BLOCK = {"quality": 0.05, "balanced": 0.08, "fast": 0.12}
@@ -80,7 +80,7 @@ class StepCache(Lever):
     summary = "steps in which little changes reuse the change of an earlier one"
 
     cache: str = "auto"
-    "auto, magcache, fbcache, easycache, mask, measure"
+    "auto, magcache, searched, fbcache, easycache, mask, measure"
     quality: str = "auto"
     "auto, quality, balanced, fast"
     threshold: float | None = None
@@ -88,6 +88,8 @@ class StepCache(Lever):
     budget: int | None = None
     "Computed steps; their places are searched for."
     mask: str = ""
+    by_path: bool = False
+    "Of `auto`: takes the preset's searched path, and the rule where the weights turn out to be others."
 
     SETTINGS: ClassVar[dict[str, str]] = {"on": "magcache"}
 
@@ -107,17 +109,22 @@ class StepCache(Lever):
             raise BadInput(
                 "transformer_cache=mask and transformer_cache_mask=1101... go together", field="transformer_cache_mask"
             )
-        if self.budget is not None and (self.cache not in ("auto", "magcache") or self.threshold is not None):
+        if self.budget is not None and (
+            self.cache not in ("auto", "magcache", "searched") or self.threshold is not None
+        ):
             raise BadInput(
                 "a budget says how many steps are computed: leave the threshold, the mask and other caches out",
                 field="transformer_cache_budget",
             )
-        if self.retention is not None and self.cache in ("mask", "fbcache"):
+        if self.retention is not None and self.cache in ("mask", "fbcache", "searched"):
             raise BadInput(
-                "masks and First Block Cache know no retention: leave it out", field="transformer_cache_retention"
+                "masks, searched paths and First Block Cache know no retention: leave it out",
+                field="transformer_cache_retention",
             )
-        if self.threshold is not None and self.cache == "mask":
-            raise BadInput("a mask knows no threshold: leave it out", field="transformer_cache_threshold")
+        if self.threshold is not None and self.cache in ("mask", "searched"):
+            raise BadInput(
+                "masks and searched paths know no threshold: leave it out", field="transformer_cache_threshold"
+            )
 
     @classmethod
     def from_wish(cls, wishes: Mapping[str, str]) -> Self:
@@ -137,8 +144,8 @@ class StepCache(Lever):
 
     @classmethod
     def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
-        """Each preset, searched paths of about as many computed steps, and the two rules that look at data."""
-        budgets = [max(2, round(steps * share)) for share in (0.6, 0.45, 0.36)]
+        """Each preset, paths of as many computed steps, and the two rules that look at data."""
+        budgets = [schedules.budget_of(preset, steps) for preset in PRESETS]
         settings = [
             *(("transformer_cache_quality", preset) for preset in PRESETS),
             *(("transformer_cache_budget", str(budget)) for budget in dict.fromkeys(budgets)),
@@ -149,16 +156,35 @@ class StepCache(Lever):
     # ----------------------------------------------------------------------- what it would do
 
     def choices(self, case: Case) -> tuple[Self, ...]:
-        """The family's preset, no bolder than the fidelity word, and every more careful one after it; or to measure."""
-        if self.cache == "auto" and self._measures(case):
-            return (replace(self, cache="measure"),)
+        """The family's preset, no bolder than the fidelity word, and every more careful one after it; or to measure.
+        Of each preset the searched path first, where one is known."""
         if self.quality != "auto":
             return (self,)
         order = list(PRESETS)
         word = case.fidelity.value if case.fidelity.value in order else order[0]
         boldest = min(order.index(case.family.transformer_cache_quality), order.index(word))
         bold_to_careful = tuple(replace(self, quality=quality) for quality in reversed(order[: boldest + 1]))
-        return bold_to_careful if self.cache == "auto" else bold_to_careful[:1]
+        if self.cache != "auto":
+            return bold_to_careful[:1]
+        by_path = tuple(replace(each, by_path=True) for each in bold_to_careful if each.is_searched(case))
+        if self._measures(case):
+            return (*by_path, replace(self, cache="measure"))
+        rank = order.index
+        return tuple(sorted((*by_path, *bold_to_careful), key=lambda each: (-rank(each.quality), not each.by_path)))
+
+    def path_budget(self, steps: int) -> int | None:
+        """Computed steps of the path that is meant; None: none is."""
+        if self.budget is not None:
+            return self.budget if self.retention is None else None
+        return schedules.budget_of(self.preset, steps)
+
+    def is_searched(self, case: Case) -> bool:
+        return self.path_budget(case.num_inference_steps) in case.searched_budgets
+
+    @property
+    def preset(self) -> str:
+        """The preset that holds where none was named."""
+        return "quality" if self.quality == "auto" else self.quality
 
     @property
     def setting(self) -> str:
@@ -170,6 +196,7 @@ class StepCache(Lever):
             return f"budget={self.budget}"
         own = {"threshold": self.threshold, "retention": self.retention}
         words = [] if self.cache in ("auto", "magcache") else [self.cache]
+        words += ["searched"] if self.by_path else []
         words += [self.quality, *(f"{name}={value:g}" for name, value in own.items() if value is not None)]
         return " ".join(words)
 
@@ -195,7 +222,11 @@ class StepCache(Lever):
     def vouch(self, case: Case) -> str | None:
         if self.cache == "measure":
             return "nothing is known of these weights: computes every step and measures it, for the next run"
-        return "calibrated here, distance not measured" if self.quality == "quality" and case.is_calibrated else None
+        if self.quality != "quality":
+            return None
+        if self.by_path:
+            return "searched on films of its own, distance on others not measured"
+        return "calibrated here, distance not measured" if case.is_calibrated else None
 
     def skips_nothing(self, steps: int) -> bool:
         """By its settings, whatever the checkpoint."""
@@ -209,6 +240,12 @@ class StepCache(Lever):
         )
 
     def lacks(self, case: Case) -> str | None:
+        if self.cache == "searched" and not self.is_searched(case):
+            return (
+                f"no path of {self.path_budget(case.num_inference_steps)} computed steps of "
+                f"{case.num_inference_steps} was searched for {case.family.title}: undercrank calibrate --search "
+                "finds one"
+            )
         is_apart = case.family.branches != "batched" and case.family.branch_names
         if "cfg_parallel" in case.engaged and not is_apart:
             return f"with cfg_parallel, {case.family.title} does not say which branch a forward is: turn that off"
@@ -226,7 +263,7 @@ class StepCache(Lever):
     @property
     def rule(self) -> Rule:
         """MagCache's settings: the preset's, each of which an explicit one replaces."""
-        rule = PRESETS["quality" if self.quality == "auto" else self.quality]
+        rule = PRESETS[self.preset]
         threshold = rule.threshold if self.threshold is None else self.threshold
         return replace(
             rule, threshold=threshold, retention=rule.retention if self.retention is None else self.retention
@@ -242,11 +279,18 @@ class StepCache(Lever):
             return None
         if self.skips_nothing(phase.total) or (self.cache == "auto" and phase.total < MIN_STEPS):
             return schedules.everything(phase.steps)
+        if (path := self._path(phase)) is not None:
+            return path
         if curve is None:
             return None
         if self.budget is None:
             return schedules.magcache(schedules.nearest(curve.ratios, phase.steps), self.rule)
         return _searched(self.budget, SEARCH_RETENTION if self.retention is None else self.retention, phase, curve)
+
+    def _path(self, phase: Phase) -> Schedule | None:
+        is_meant = self.by_path or self.cache == "searched" or self.budget is not None
+        budget = self.path_budget(phase.total) if is_meant else None
+        return None if budget is None else phase.paths.get(budget)
 
     def engage(self, rig: Rig) -> AbstractContextManager[Any]:
         return _skipping(rig, self)
@@ -318,6 +362,8 @@ def _skipping(rig: Rig, lever: StepCache) -> Iterator[None]:
         programs.start(total)
         if lever.cache == "mask":
             schedules.mask(lever.mask, total, programs.starts)
+        if lever.path_budget(total) not in programs.budgets and (lever.cache == "searched" or total >= MIN_STEPS):
+            _no_path(rig, lever, total)
 
     def end(error: BaseException | None) -> None:
         rig.count("step_cache.bytes", cache.residuals.held_bytes + beside.residuals.held_bytes)
@@ -332,10 +378,21 @@ def _skipping(rig: Rig, lever: StepCache) -> Iterator[None]:
         yield
 
 
+def _no_path(rig: Rig, lever: StepCache, total: int) -> None:
+    """The weights in memory are not those that the paths are of: an adapter, another format."""
+    if lever.cache == "searched":
+        raise LeverRefused(
+            f"no path of {lever.path_budget(total)} computed steps of {total} was searched for these weights: "
+            "undercrank calibrate --search finds one, and transformer_cache=magcache needs none"
+        )
+    if lever.by_path:
+        rig.remark("step_cache", "the searched paths are of other weights than these: by MagCache's rule")
+
+
 def _cache(rig: Rig, lever: StepCache, programs: Any) -> Any:
     from undercrank.levers.caches import Easy, FirstBlock, Scheduled
 
-    quality = "quality" if lever.quality == "auto" else lever.quality
+    quality = lever.preset
     if lever.cache == "fbcache":
         return FirstBlock(rig, programs, FIRST_BLOCK[quality] if lever.threshold is None else lever.threshold)
     if lever.cache == "easycache":

@@ -7,7 +7,7 @@ const DRAFT = "draft";
 const NUMBERS = ["num_frames", "num_inference_steps", "guidance_scale", "seed", "flow_shift", "guidance_scale_2"];
 // What a knob may say besides auto and off, where that is a short list; all else is typed. The server has the last word.
 const CHOICES = {
-  transformer_cache: ["on", "magcache", "fbcache", "easycache", "mask"],
+  transformer_cache: ["on", "magcache", "searched", "fbcache", "easycache", "mask"],
   transformer_cache_quality: ["quality", "balanced", "fast"],
   attention_backend: ["on", "cudnn", "flash", "efficient", "flash3", "flash4", "sage"],
   compile: ["on", "parity", "plain", "max"],
