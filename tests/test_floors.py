@@ -174,6 +174,8 @@ SAME_FLOOR = {
     ("ledger", "paths"),  # and which were searched
     ("ratios", "settings"),  # where the user's curves are
     ("ratios", "schedules"),
+    ("calibrate", "rounding"),
+    ("calibrate", "searching"),
     ("paths", "settings"),
     ("paths", "schedules"),
     ("levers.trials", "levers.programs"),  # a search of step_cache's schedules
