@@ -235,6 +235,13 @@ def test_plan_has_one_decision_and_reason_for_every_lever(undercrank) -> None:
     assert all(d["reason"] for d in plan["decisions"])
 
 
+def test_plan_names_the_rows_behind_a_decision(undercrank, monkeypatch) -> None:
+    rows = {d["lever"]: d["evidence"] for d in json.loads(undercrank("plan", PROMPT, "--json")[1])["decisions"]}
+    assert rows["quantize"] and all(row.startswith("cpu-flipbook") for row in rows["quantize"])
+    line = next(line for line in undercrank("plan", PROMPT)[1].splitlines() if line.startswith("  quantize:"))
+    assert line.endswith(f"[{', '.join(rows['quantize'])}]")
+
+
 def test_plan_in_words_names_time_and_memory(undercrank) -> None:
     code, out, _ = undercrank("plan", PROMPT, "--model", "wan2.1-14b")
     assert code == 0 and "time:" in out and "memory: about" in out and "host_sync" in out

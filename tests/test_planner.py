@@ -601,6 +601,107 @@ def test_a_gain_that_is_no_number_admits_nothing(order: Order, word: Fidelity, g
     assert decision(plan(fidelity=word, rows=(a_row(gain=gain),)), "crush").status is Status.DECLINED
 
 
+def own(**fields: Any) -> Measurement:
+    """The lossy lever, measured by whoever uses this very machine."""
+    return a_row(**{"id": "own", "source": "measured here", "machine": SERVER.name} | fields)
+
+
+@pytest.mark.parametrize("word", LOSSY_WORDS)
+def test_rows_of_this_machine_outrank_those_of_others_of_its_kind(order: Order, word: Fidelity) -> None:
+    order(Lossy)
+    shipped = tuple(a_row(id=f"shipped-{i}") for i in range(3))
+    far, slow = own(distances={"lpips": 0.5}), own(gain=1.0)
+    assert decision(plan(fidelity=word, rows=shipped), "crush").status is Status.APPLIED
+    assert "lpips 0.5" in decision(plan(fidelity=word, rows=(*shipped, far)), "crush").reason
+    assert "gains 1.00x" in decision(plan(fidelity=word, rows=(*shipped, slow)), "crush").reason
+    bad = tuple(replace(row, distances={"lpips": 0.9}) for row in shipped)
+    found = decision(plan(fidelity=word, rows=(*bad, own())), "crush")
+    assert found.status is Status.APPLIED and "own" in found.evidence
+    elsewhere = own(machine="another")
+    assert decision(plan(fidelity=word, rows=(*bad, elsewhere)), "crush").status is Status.DECLINED
+
+
+def test_a_denial_from_elsewhere_is_overruled_by_what_was_measured_on_this_machine(order: Order) -> None:
+    order(Lossy)
+    denial = a_row(id="denial", verdict="denied", distances={"lpips": 0.9})
+    assert "denied" in decision(plan(fidelity="balanced", rows=(denial,)), "crush").reason
+    assert decision(plan(fidelity="balanced", rows=(denial, own())), "crush").status is Status.APPLIED
+    assert "denied" in decision(plan(fidelity="balanced", rows=(own(), own(id="no", verdict="denied"))), "crush").reason
+
+
+def test_a_gain_of_this_machine_speaks_for_a_lever_that_waits_for_one(order: Order) -> None:
+    order(Careful)
+    shipped = a_row(lever="careful", gain=1.5, distances={})
+    assert decision(plan(rows=(shipped,)), "careful").status is Status.APPLIED
+    slower = own(lever="careful", gain=0.9, distances={})
+    assert "measured slower" in decision(plan(rows=(shipped, slower)), "careful").reason
+    silent = own(lever="careful", gain=None, distances={"psnr_db": 60.0})
+    assert decision(plan(rows=(shipped, silent)), "careful").status is Status.APPLIED, "it says nothing of time"
+
+
+def test_faithful_admits_nothing_that_moves_a_forward_further_than_rounding(order: Order) -> None:
+    order(Lossy)
+    inside = {"distances": {"lpips": 0.04, "one_forward": 0.01}, "floor": {"lpips": 0.06, "one_forward": 0.02}}
+    beyond = {"distances": {"lpips": 0.04, "one_forward": 0.03}, "floor": {"lpips": 0.06, "one_forward": 0.02}}
+    unknown = {"distances": {"lpips": 0.04, "one_forward": 0.03}}
+    assert decision(plan(fidelity="faithful", rows=(a_row(**inside),)), "crush").status is Status.APPLIED
+    for fields in (beyond, unknown):
+        found = decision(plan(fidelity="faithful", rows=(a_row(**fields),)), "crush")
+        assert found.status is Status.DECLINED and "in one forward (0.03)" in found.reason
+        assert decision(plan(fidelity="quality", rows=(a_row(**fields),)), "crush").status is Status.APPLIED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graded(Pretended):
+    """Chooses from two settings, and its grid has a third."""
+
+    name = "graded"
+    promise = Promise.LOSSY
+    summary = "leaves more or less out"
+    word: str = "auto"
+
+    @property
+    def setting(self) -> str:
+        return self.word
+
+    def choices(self, case: Case) -> tuple[Self, ...]:
+        return tuple(type(self)(word=word) for word in ("bold", "careful")) if self.word == "auto" else (self,)
+
+    @classmethod
+    def from_wish(cls, wishes: Mapping[str, str]) -> Self:
+        return cls(word=wishes.get("graded", "auto"))
+
+    @classmethod
+    def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
+        return tuple((("graded", word),) for word in ("bold", "careful", "searched"))
+
+
+def graded(setting: str, gain: float, lpips: float, **fields: Any) -> Measurement:
+    return a_row(id=setting, lever="graded", setting=setting, gain=gain, distances={"lpips": lpips}, **fields)
+
+
+def test_a_word_is_the_fastest_setting_whose_recorded_distance_it_allows(order: Order) -> None:
+    order(Graded)
+    rows = (graded("bold", 1.4, 0.08), graded("careful", 1.9, 0.09))
+    assert decision(plan(fidelity="quality", rows=rows), "graded").chosen == "careful"
+    assert decision(plan(fidelity="quality", rows=rows), "graded").evidence == ("careful",)
+    rows = (graded("bold", 2.5, 0.2), graded("careful", 1.9, 0.09))
+    assert decision(plan(fidelity="quality", rows=rows), "graded").chosen == "careful", "bold is beyond the word"
+    assert decision(plan(fidelity="balanced", rows=rows), "graded").chosen == "bold"
+    assert decision(plan(fidelity="fast", rows=()), "graded").status is Status.DECLINED
+
+
+def test_a_setting_that_was_measured_on_this_machine_may_be_chosen_though_the_lever_would_not(order: Order) -> None:
+    order(Graded)
+    shipped = graded("searched", 3.0, 0.05)
+    assert decision(plan(fidelity="quality", rows=(shipped,)), "graded").status is Status.DECLINED
+    mine = replace(shipped, source="measured here", machine=SERVER.name)
+    careful = graded("careful", 1.9, 0.09)
+    assert decision(plan(fidelity="quality", rows=(careful, mine)), "graded").chosen == "searched"
+    asked = plan(fidelity="quality", rows=(careful, mine), wishes=(("graded", "careful"),))
+    assert decision(asked, "graded").chosen == "careful"
+
+
 @pytest.mark.parametrize("distances", [{}, {"psnr_db": 60.0}, {"lpips": float("nan")}])
 @pytest.mark.parametrize("word", WORDS)
 def test_a_row_without_a_known_distance_admits_nothing(

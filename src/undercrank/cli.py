@@ -17,7 +17,17 @@ from typing import Annotated, Any
 import typer
 
 from undercrank import __version__, families
-from undercrank.records import BadInput, Cancelled, Fidelity, NotFound, Plan, Request, RunFailed, UndercrankError
+from undercrank.records import (
+    BadInput,
+    Cancelled,
+    Decision,
+    Fidelity,
+    NotFound,
+    Plan,
+    Request,
+    RunFailed,
+    UndercrankError,
+)
 from undercrank.settings import settings
 
 app = typer.Typer(
@@ -621,12 +631,17 @@ def _plan_in_words(plan: Plan) -> str:
         f"{request.width}x{request.height}, {request.num_frames} frames at {request.fps} fps, "
         f"{request.num_inference_steps} steps, guidance {request.guidance_scale:g}, fidelity {request.fidelity.value}",
         f"promise: {plan.promise.value}",
-        *(f"  {d.lever}: {d.chosen} ({d.status.value}) - {d.reason}" for d in plan.decisions),
+        *(f"  {d.lever}: {d.chosen} ({d.status.value}) - {d.reason}{_cited(d)}" for d in plan.decisions),
         f"time:   {_seconds(expected.seconds)} ({expected.seconds_basis})",
         f"memory: {_gib(expected.peak_bytes)} ({expected.memory_basis})",
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
+
+
+def _cited(decision: Decision) -> str:
+    """The rows behind a decision, as `undercrank ledger show` takes them."""
+    return f" [{', '.join(decision.evidence)}]" if decision.evidence else ""
 
 
 def _seconds(value: float | None) -> str:

@@ -7,13 +7,13 @@ engaged or not; then time and memory are estimated, each with its basis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
 
 from undercrank import families
-from undercrank.ledger import Ledger
+from undercrank.ledger import HERE, Ledger
 from undercrank.levers import ORDER, knobs, lever_of_knob
 from undercrank.records import (
     BadInput,
@@ -372,15 +372,38 @@ def _clash(cls: type[Lever], engaged: list[type[Lever]]) -> str | None:
 def _decide_one(
     cls: type[Lever], request: Request, case: Case, ledger: Ledger, clash: str | None, load: LoadSpec
 ) -> tuple[Lever | None, Decision]:
-    """The first of the lever's choices that may engage; what is said of the last one where none may."""
+    """Of the lever's choices that may engage the one that was measured to gain most, of equal ones the first; where
+    none may, what is said of the last one that has rows."""
     wishes, explicit = _wishes_of(cls, request), _explicit(cls, request)
     settings = {knob: value for knob, value in wishes.items() if value != "auto"} if cls.apart else explicit
-    for choice in cls.from_wish(settings).choices(case):
+    choices = cls.from_wish(settings).choices(case)
+    if all(value == "auto" for value in wishes.values()):
+        choices = (*choices, *_measured_choices(cls, case, ledger, besides=choices))
+    answers = []
+    for choice in choices:
         hindrance = clash or _comes_too_late(choice, load)
-        lever, decision = _decide_choice(choice, wishes, explicit, request, case, ledger, hindrance)
-        if lever is not None:
-            break
-    return lever, decision
+        answers.append(_decide_choice(choice, wishes, explicit, request, case, ledger, hindrance))
+    able = [answer for answer in answers if answer[0] is not None]
+    told = next((answer for answer in reversed(answers) if answer[1].evidence), answers[-1])
+    return max(able, key=lambda answer: _recorded_gain(answer[0], case, ledger), default=told)
+
+
+def _measured_choices(cls: type[Lever], case: Case, ledger: Ledger, besides: tuple[Lever, ...]) -> Iterator[Lever]:
+    """Further settings of the lever's own grid whose distance was measured on this machine."""
+    known = {choice.setting for choice in besides}
+    for wishes in cls.grid(case.num_inference_steps):
+        choice = cls.from_wish(dict(wishes))
+        rows = ledger.of_lever(cls.name, case, choice.setting)
+        if choice.setting not in known and any(is_own(row, case) for row in _measured(rows)):
+            yield choice
+
+
+def _recorded_gain(lever: Lever | None, case: Case, ledger: Ledger) -> float:
+    """By the rows that speak first; 0 where none says."""
+    assert lever is not None
+    rows = ledger.of_lever(lever.name, case, lever.setting)
+    gains = gains_on(rows, case) or [row.gain for row in rows if row.gain is not None and math.isfinite(row.gain)]
+    return _median(gains) if gains else 0.0
 
 
 def _decide_choice(
@@ -414,7 +437,8 @@ def _decide_choice(
             raise LeverRefused(f"{requested}: {unmet}")
         return None, answer(Status.UNSUPPORTED, unmet)
     doubt = lever.doubt(case)
-    denied = ledger.denied(cls.name, case, lever.setting)
+    rows = ledger.of_lever(cls.name, case, lever.setting)
+    denied = tuple(row for row in ledger.denied(cls.name, case, lever.setting) if not _is_overruled(row, rows, case))
     if explicit:
         if denied and not request.allow_denied:
             raise LeverRefused(f"{requested} is {denied_by(denied[0])}; --allow-denied uses it all the same")
@@ -431,7 +455,7 @@ def _decide_choice(
         return None, answer(Status.DECLINED, doubt)
     if denied:
         return None, answer(Status.DECLINED, denied_by(denied[0]), denied)
-    rows = ledger.of_lever(cls.name, case, lever.setting)
+    rows = tuple(row for row in rows if row.verdict != "denied")
     if slower := measured_slower(rows, case):
         return None, answer(Status.DECLINED, slower, rows)
     if cls.only_measured and not measured_faster(rows, case):
@@ -496,8 +520,19 @@ def measured_faster(rows: tuple[Measurement, ...], case: Case) -> bool:
 
 
 def gains_on(rows: Iterable[Measurement], case: Case) -> list[float]:
-    """On this kind of device."""
-    return [row.gain for row in rows if row.gain is not None and row.device == case.device.name]
+    """On this kind of device; where this machine itself was measured, on it alone."""
+    here = _own_first([row for row in rows if row.gain is not None and row.device == case.device.name], case)
+    return [row.gain for row in here if row.gain is not None]
+
+
+def is_own(row: Measurement, case: Case) -> bool:
+    """Was it measured on this very machine and device, by whoever uses it?"""
+    return row.source == HERE and row.machine == case.machine.name and row.device == case.device.name
+
+
+def _own_first(rows: Sequence[Measurement], case: Case) -> Sequence[Measurement]:
+    """What was measured on this machine outranks what was measured on others of its kind."""
+    return [row for row in rows if is_own(row, case)] or rows
 
 
 def measured_identical(rows: tuple[Measurement, ...], case: Case) -> bool:
@@ -517,8 +552,8 @@ def measured_slower(rows: tuple[Measurement, ...], case: Case) -> str | None:
 def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity, case: Case) -> str | None:
     """Why measured rows do not let a LOSSY lever engage unasked under this word; None: they do.
 
-    Rows of this kind of device speak before others'; what is published elsewhere speaks for `quality` and below.
-    Every metric that was measured must lie within its bound, by the median over rows.
+    Rows of this machine speak before those of its kind of device, and those before others'; what is published elsewhere
+    speaks for `quality` and below. Every metric that was measured must lie within its bound, by the median over rows.
     """
     if denied := next((row for row in rows if row.verdict == "denied"), None):
         return denied_by(denied)
@@ -526,11 +561,12 @@ def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity, case: Case)
     if fidelity is Fidelity.FAITHFUL:
         rows = tuple(row for row in rows if row.source != "published")
     rows = tuple(row for row in rows if row.device == case.device.name) or rows
+    rows = tuple(_own_first(rows, case))
     if not rows:
         return "unmeasured here: its distance on this model is not in the ledger"
     gain = _median(row.gain if row.gain is not None and math.isfinite(row.gain) else 0.0 for row in rows)
     if gain < MIN_GAIN and not any(row.verdict == "allowed" for row in rows):
-        return f"gains {gain:.2f}x, less than {MIN_GAIN}x"
+        return f"gains {gain:.2f}x, less than {MIN_GAIN}x" if gain else "its gain was not measured"
     bounds = BOUNDS[fidelity]
     measured = [metric for metric in bounds if any(metric in row.distances for row in rows)]
     if not measured:
@@ -539,7 +575,23 @@ def unproven_loss(rows: tuple[Measurement, ...], fidelity: Fidelity, case: Case)
         distance = _median(row.distances[metric] for row in rows if metric in row.distances)
         if not distance <= _limit(metric, rows, fidelity):
             return f"its measured distance ({metric} {distance:.3g}) is beyond what fidelity {fidelity.value} allows"
-    return None
+    return _beyond_rounding(rows) if fidelity is Fidelity.FAITHFUL else None
+
+
+def _beyond_rounding(rows: tuple[Measurement, ...]) -> str | None:
+    """Under `faithful` what acts inside a forward stays inside the rounding of one: a clip's own end may be chaotic."""
+    errors = [row.distances["one_forward"] for row in rows if "one_forward" in row.distances]
+    floors = [row.floor["one_forward"] for row in rows if "one_forward" in row.floor]
+    if not errors or _median(errors) <= (_median(floors) if floors else 0.0):
+        return None
+    floor = f"{_median(floors):.2g}" if floors else "not measured"
+    return f"its error in one forward ({_median(errors):.2g}) is beyond that of rounding ({floor})"
+
+
+def _is_overruled(denied: Measurement, rows: Iterable[Measurement], case: Case) -> bool:
+    """A denial from elsewhere says nothing more where the very setting was measured on this machine."""
+    own = [row for row in rows if is_own(row, case) and row.distances]
+    return not is_own(denied, case) and bool(own)
 
 
 def _measured(rows: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
@@ -570,7 +622,7 @@ def _expected_seconds(case: Case, ledger: Ledger) -> tuple[float | None, str]:
     rows = ledger.runs_like(case)
     if not rows:
         return None, "unmeasured on this device: the first run measures it"
-    near = _same_shape(rows, case) or rows[:1]
+    near = _own_first(_same_shape(rows, case) or rows[:1], case)
     step_ms = _median(row.step_ms for row in near if row.step_ms is not None)
     row = near[0]
     scale = _tokens(case) / _tokens_of(row, case)
