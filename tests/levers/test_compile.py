@@ -19,7 +19,7 @@ from torch import nn
 from undercrank.engine import accelerate
 from undercrank.families import FAMILIES, family
 from undercrank.levers import compile as lever_file
-from undercrank.levers.compile import Compile, repeated_blocks
+from undercrank.levers.compile import Compile, repeated_blocks, worth_compiling
 from undercrank.levers.text_trim import TextTrim
 from undercrank.records import BadInput, Case, Device, LeverRefused, Machine, Promise, Record
 from undercrank.rig import Rig
@@ -181,6 +181,25 @@ def test_only_lists_of_equal_modules_with_children_count_and_the_outermost_of_th
     model.single = nn.ModuleList([Unit()])
     model.sequence = nn.Sequential(Unit(), Unit())
     assert list(repeated_blocks(model)) == ["outer.0", "outer.1"]
+
+
+def test_a_class_whose_blocks_hold_next_to_no_weights_stays_eager() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+    blocks = {"refiner.0": Unit(), "refiner.1": Unit(), **{f"blocks.{i}": Large() for i in range(4)}}
+    assert list(worth_compiling(blocks)) == [f"blocks.{i}" for i in range(4)]
+    assert list(worth_compiling({name: blocks[name] for name in list(blocks)[:3]})) == list(blocks)[:3]
+
+
+@pytest.mark.parametrize("name", ["HunyuanVideo15Transformer3DModel", "HunyuanVideoTransformer3DModel"])
+def test_at_full_size_a_refiner_of_the_text_is_such_a_class(name: str) -> None:
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, name)()
+    left = repeated_blocks(denoiser).keys() - worth_compiling(repeated_blocks(denoiser)).keys()
+    assert left == {f"context_embedder.token_refiner.refiner_blocks.{i}" for i in range(2)}
 
 
 def test_a_model_without_such_blocks_is_refused_by_its_name() -> None:
