@@ -1226,6 +1226,21 @@ def test_a_gain_on_another_device_is_no_measurement_here(order: Order) -> None:
     assert decision(made, "careful").status is Status.DECLINED
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sparing(Careful):
+    name = "sparing"
+    only_when_small = True
+
+
+@pytest.mark.parametrize(("width", "status"), [(832, Status.APPLIED), (416, Status.APPLIED), (208, Status.DECLINED)])
+def test_what_spares_the_host_is_believed_for_clips_of_at_most_twice_as_many_tokens(
+    order: Order, width: int, status: Status
+) -> None:
+    order(Sparing)
+    made = plan(rows=(a_row(lever="sparing", gain=2.0, width=width),), width=832, height=480, num_frames=81)
+    assert decision(made, "sparing").status is status
+
+
 def test_a_wish_needs_no_measurement(order: Order) -> None:
     order(Careful)
     assert decision(plan(wishes=(("careful", "on"),)), "careful").status is Status.APPLIED

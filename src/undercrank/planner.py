@@ -458,7 +458,8 @@ def _decide_choice(
     rows = tuple(row for row in rows if row.verdict != "denied")
     if slower := measured_slower(rows, case):
         return None, answer(Status.DECLINED, slower, rows)
-    if cls.only_measured and not measured_faster(rows, case):
+    telling = tuple(row for row in rows if _is_as_large(row, case)) if cls.only_when_small else rows
+    if cls.only_measured and not measured_faster(telling, case):
         knob = (cls.knobs or (cls.name,))[0]
         return None, answer(Status.DECLINED, f"unmeasured on {case.device.name}: ask for it with {knob}=on", rows)
     if cls.only_identical and not measured_identical(rows, case):
@@ -517,6 +518,11 @@ def measured_faster(rows: tuple[Measurement, ...], case: Case) -> bool:
     """Does the median row of this kind of device show a gain beyond the noise?"""
     gains = gains_on(rows, case)
     return bool(gains) and _median(gains) > 1 + NOISE
+
+
+def _is_as_large(row: Measurement, case: Case) -> bool:
+    """Has its clip at least half as many tokens?"""
+    return 2 * _tokens_of(row, case) >= _tokens(case)
 
 
 def gains_on(rows: Iterable[Measurement], case: Case) -> list[float]:

@@ -645,6 +645,8 @@ class Lever(Record):
     summary: ClassVar[str] = ""
     only_measured: ClassVar[bool] = False
     "`auto` engages it only where a ledger row of this model on this kind of device shows a gain."
+    only_when_small: ClassVar[bool] = False
+    "It spares the host's work, which a larger clip hides: a gain counts for clips of at most twice as many tokens."
     only_identical: ClassVar[bool] = False
     "`auto` engages it only where such a row shows the same frames, bit for bit."
     apart: ClassVar[bool] = False
