@@ -136,12 +136,15 @@ class Bench:
         return {name: {"loops_s": found} for name, found in loops.items()}
 
     def first_and_second(self, steps: int, levers: dict[str, str]) -> dict[str, Any]:
-        """Seconds of a first call, which compiles or finds what was compiled, and of a second one."""
-        first, second = self.call(steps, levers), self.call(steps, levers)
+        """Seconds of the one step with which a load warms up, which compiles or finds what was compiled, and of a
+        first and a second clip after it."""
+        warming, first, second = (self.call(count, levers) for count in (1, steps, steps))
         return {
+            "warming_s": warming["wall_s"],
             "wall_s": [first["wall_s"], second["wall_s"]],
             "ratio": first["wall_s"] / second["wall_s"],
-            "counters": first["counters"],
+            "ratio, warming counted": (warming["wall_s"] + first["wall_s"]) / second["wall_s"],
+            "counters": warming["counters"],
         }
 
     def forward(self, levers: dict[str, str]) -> torch.Tensor:
