@@ -26,6 +26,7 @@ from undercrank.schedules import (
     lightest,
     magcache,
     mask,
+    merged,
     moved,
     nearest,
     searched,
@@ -291,6 +292,15 @@ def test_moving_keeps_the_number_of_steps_the_first_ones_and_the_last() -> None:
     plan = (True, True, False, True, False, True)
     assert set(moved(plan, kept=2)) == {(True, True, True, False, False, True), (True, True, False, False, True, True)}
     assert (True, False, True, True, False, True) in moved(plan)
+
+
+def test_moves_that_do_not_meet_are_made_together() -> None:
+    plan = (True, False, True, False, False, True, False, True)
+    one = (True, True, False, False, False, True, False, True)
+    two = (True, False, True, False, True, False, False, True)
+    three = (True, False, False, True, False, True, False, True)  # the step that the first has moved already
+    assert merged(plan, [one, two, three]) == (True, True, False, False, True, False, False, True)
+    assert merged(plan, []) == plan
 
 
 def test_a_preset_never_computes_more_than_its_share() -> None:

@@ -203,6 +203,19 @@ def moved(schedule: Schedule, *, kept: int = 1) -> tuple[Schedule, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def merged(schedule: Schedule, others: Sequence[Schedule]) -> Schedule:
+    """The schedule with the step that each of the others moves moved too, where no earlier one has been there."""
+    steps = list(schedule)
+    for other in others:
+        left, taken = (
+            next(step for step, computed in enumerate(other) if computed is after and schedule[step] is not after)
+            for after in (False, True)
+        )
+        if steps[left] and not steps[taken]:
+            steps[left], steps[taken] = False, True
+    return tuple(steps)
+
+
 def fewest(steps: int, max_skip_steps: int, starts: Sequence[int] = (0,)) -> int:
     """The smallest budget that skips no more than so many steps in a row."""
     fixed = sorted({0, steps - 1, *starts})

@@ -36,8 +36,8 @@ KEPT = (0.0, 0.1, 0.2)
 "Shares of the steps, from the first on, that candidates leave alone: an early skip may give another film altogether."
 MAX_SKIPS = 4
 "Most steps in a row that are skipped."
-MOST_MOVES = 6
-"Rounds of moving a step."
+MOST_MOVES = 4
+"Rounds of moving steps."
 FEWEST = 3
 "In a budget of fewer computed steps there is nothing to search."
 
@@ -207,14 +207,17 @@ def candidates(errors: Mapping[Gap, float], steps: int, budget: int) -> tuple[Sc
 
 
 def improve(tries: Tries, plan: Schedule, moves: int = MOST_MOVES) -> tuple[Schedule, float]:
-    """The plan, moved by one step at a time to where the error is smallest."""
+    """The plan, with steps moved to where the error is smaller: in each round the best move, or all that help."""
     error = typical(tries.errors([plan])[plan])
     for _ in range(moves):
-        others = tries.errors(schedules.moved(plan))
-        best = min(others, key=lambda other: typical(others[other]), default=plan)
-        if not others or typical(others[best]) >= error:
+        tried = {other: typical(errors) for other, errors in tries.errors(schedules.moved(plan)).items()}
+        better = sorted((other for other in tried if tried[other] < error), key=lambda other: tried[other])
+        if not better:
             break
-        plan, error = best, typical(others[best])
+        together = schedules.merged(plan, better)
+        tried[together] = typical(tries.errors([together])[together])
+        plan = min(better[0], together, key=lambda other: tried[other])
+        error = tried[plan]
     return plan, error
 
 

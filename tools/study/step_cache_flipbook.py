@@ -6,13 +6,17 @@ are written as they come: one a film to OUT/results.jsonl, one a setting to OUT/
 OUT/paths.jsonl. What matters most is filmed first, so that a run that --seconds cuts short still says the main thing:
 
     python tools/study/step_cache_flipbook.py --out study --device cuda --seconds 180
+
+ST-LPIPS takes the weights of the package stlpips-pytorch: without it a folder stlpips_pytorch on PYTHONPATH serves, with
+an empty __init__.py and weights/vST0.0/alex_shift_tolerant.pth. A trial on a CPU:
+
     python tools/study/step_cache_flipbook.py --out small --prompts 3 --seeds 1 --steps 20 --frames 9 --search-films 2
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import importlib.util
 import json
 import math
 import os
@@ -151,32 +155,31 @@ class Studio:
 # --------------------------------------------------------------------------- paths
 
 
-def found_paths(studio: Studio, curves: dict[str, Curve], args: argparse.Namespace, out: Path) -> list[paths.Path]:
-    """Those of a file, or a search for each number of steps; the films of a search are none of the study's."""
+def found_paths(studio: Studio, steps: int, curves: dict[str, Curve], args: argparse.Namespace) -> list[paths.Path]:
+    """Those of a file, or a search; the films of a search are none of the study's."""
     if args.paths:
         return [paths.Path.from_json(line) for line in args.paths.read_text().splitlines()]
-    family, found = studio.rig.family, []
+    family = studio.rig.family
     prompts = searched_on(family, args.search_films)
     assert not set(prompts) & {prompt for prompt, _ in studio.films}
-    for steps in (*args.steps, *args.search_only):
-        films = searching.Films(
-            prompts=prompts, seeds=tuple(range(searching.SEARCH_SEED, searching.SEARCH_SEED + len(prompts))),
-            width=args.size, height=args.size, num_frames=args.frames, num_inference_steps=steps,
-            guidance_scale=family.guidance_scale, rows=args.rows,
+    films = searching.Films(
+        prompts=prompts, seeds=tuple(range(searching.SEARCH_SEED, searching.SEARCH_SEED + len(prompts))),
+        width=args.size, height=args.size, num_frames=args.frames, num_inference_steps=steps,
+        guidance_scale=family.guidance_scale, rows=args.rows,
+    )  # fmt: skip
+    budgets = dict.fromkeys(schedules.budget_of(preset, steps) for preset in PRESETS)
+    numbers = schedules.nearest(curves["cond"].ratios, steps)
+    begun = time.perf_counter()
+    with coarse_products(args.device):
+        found = searching.search(
+            studio.rig, films, tuple(budgets), rule=lambda rule: schedules.magcache(numbers, rule), moves=args.moves,
+            tell=say,
         )  # fmt: skip
-        budgets = dict.fromkeys(schedules.budget_of(preset, steps) for preset in PRESETS)
-        read = functools.partial(schedules.nearest, curves["cond"].ratios, steps)
-        begun = time.perf_counter()
-        with coarse_products(args.device):
-            path = searching.search(
-                studio.rig, films, tuple(budgets), rule=lambda rule, read=read: schedules.magcache(read(), rule),
-                moves=args.moves, tell=say,
-            )  # fmt: skip
-        say(f"searched in {time.perf_counter() - begun:.1f} s")
-        found += [replace(each, source="searched") for each in path]
-        with (out / "paths.jsonl").open("w") as file:
-            file.writelines(each.to_json() + "\n" for each in found)
-    return found
+    say(f"searched {steps} steps in {time.perf_counter() - begun:.1f} s")
+    found = tuple(replace(each, source="searched") for each in found)
+    with (args.out / "paths.jsonl").open("a") as file:
+        file.writelines(each.to_json() + "\n" for each in found)
+    return list(found)
 
 
 @contextmanager
@@ -273,38 +276,65 @@ def rule_with(read: dict[str, tuple[float, ...]], budget: int, retention: float,
 # --------------------------------------------------------------------------- the study
 
 
-def study(studio: Studio, args: argparse.Namespace, out: Path, until: float) -> None:
-    curves = studio.measure(CALIBRATED_STEPS)
-    known = found_paths(studio, curves, args, out)
-    references: dict[int, torch.Tensor] = {}
-    done: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    planned = {of: settings_for(of, curves, studio.levels(of), known) for of in args.steps}
-    with (out / "results.jsonl").open("w") as results, (out / "settings.jsonl").open("w") as told:
-        for extra in (False, True):
-            for of in args.steps:
-                for setting in (each for each in planned[of] if each.extra is extra):
-                    key = (of, setting.steps, setting.how, tuple(sorted(setting.plans.items())))
-                    if key not in done:
-                        if time.perf_counter() > until:
-                            say(f"out of time before {setting.name} of {of} steps")
-                            return
-                        if of not in references:
-                            references[of] = studio.film(Setting(name="all", kind="reference", of=of, steps=of))
-                        begun = time.perf_counter()
-                        frames = studio.film(setting)
-                        filmed = time.perf_counter() - begun
-                        done[key] = distances(references[of], frames, args)
-                        say(
-                            f"{of} steps, {setting.name}: {filmed:.2f} s + {time.perf_counter() - begun - filmed:.2f} s"
-                        )
-                    rows = [
-                        {"setting": setting.name, "of": of, "prompt": prompt, "seed": seed, **each}
-                        for (prompt, seed), each in zip(studio.films, done[key], strict=True)
-                    ]
-                    results.writelines(json.dumps(each) + "\n" for each in rows)
-                    told.write(json.dumps(summary(setting, rows)) + "\n")
-                    results.flush(), told.flush()
-                    say(line(summary(setting, rows)))
+class Rows:
+    """Where rows go as they come. What was filmed once is not filmed again under another name."""
+
+    def __init__(self, studio: Studio, args: argparse.Namespace, until: float) -> None:
+        self.studio, self.args, self.until = studio, args, until
+        self._references: dict[int, torch.Tensor] = {}
+        self._done: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+
+    @property
+    def out_of_time(self) -> bool:
+        return time.perf_counter() > self.until
+
+    def film(self, setting: Setting) -> None:
+        key = (setting.of, setting.steps, setting.how, tuple(sorted(setting.plans.items())))
+        if key not in self._done:
+            if self.out_of_time:
+                say(f"out of time before {setting.name} of {setting.of} steps")
+                return
+            if setting.of not in self._references:
+                whole = Setting(name="all", kind="reference", of=setting.of, steps=setting.of)
+                self._references[setting.of] = self.studio.film(whole)
+            begun = time.perf_counter()
+            frames = self.studio.film(setting)
+            filmed = time.perf_counter()
+            self._done[key] = distances(self._references[setting.of], frames, self.args)
+            say(f"filmed in {filmed - begun:.2f} s, compared in {time.perf_counter() - filmed:.2f} s")
+        rows = [
+            {"setting": setting.name, "of": setting.of, "prompt": prompt, "seed": seed, **each}
+            for (prompt, seed), each in zip(self.studio.films, self._done[key], strict=True)
+        ]
+        self._write("results.jsonl", rows)
+        self._write("settings.jsonl", [summary(setting, rows)])
+        say(line(summary(setting, rows)))
+
+    def _write(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+        with (self.args.out / name).open("a") as file:
+            file.writelines(json.dumps(each) + "\n" for each in rows)
+
+
+def study(studio: Studio, args: argparse.Namespace, until: float) -> None:
+    """What matters most first, number of steps by number of steps; then the rest."""
+    for name in ("results.jsonl", "settings.jsonl", "paths.jsonl"):
+        (args.out / name).unlink(missing_ok=True)
+    curves, rows = studio.measure(CALIBRATED_STEPS), Rows(studio, args, until)
+    planned: list[Setting] = []
+    for of in args.steps:
+        if rows.out_of_time:
+            say(f"out of time before {of} steps")
+            continue
+        planned += settings_for(of, curves, studio.levels(of), found_paths(studio, of, curves, args))
+        for setting in planned:
+            if setting.of == of and not setting.extra:
+                rows.film(setting)
+    for of in args.search_only:
+        if not rows.out_of_time and not args.paths:
+            found_paths(studio, of, curves, args)
+    for setting in planned:
+        if setting.extra:
+            rows.film(setting)
 
 
 def distances(a: torch.Tensor, b: torch.Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
@@ -381,7 +411,7 @@ def main() -> None:
     parser.add_argument("--paths", type=Path, help="paths found before, in place of a search")
     parser.add_argument("--search-films", type=int, default=8)
     parser.add_argument(
-        "--search-only", type=int, nargs="*", default=[], help="numbers of steps to find paths for only"
+        "--search-only", type=int, nargs="*", default=[25], help="numbers of steps to find paths for only"
     )
     parser.add_argument("--rows", type=int, default=512, help="trials in a batch of the search")
     parser.add_argument("--moves", type=int, default=searching.MOST_MOVES)
@@ -394,8 +424,10 @@ def main() -> None:
     with load(replace(load_spec(family), dtype="float32", device=args.device), family) as loaded, loaded.rig.seams():
         loaded.rig.pipe.set_progress_bar_config(disable=True)
         studio = Studio(loaded.rig, films, args)
+        if importlib.util.find_spec("stlpips_pytorch") is None:
+            say("NO ST-LPIPS WILL BE COMPUTED: the package stlpips-pytorch is not here, see --help")
         (args.out / "about.json").write_text(json.dumps(about(studio, args), indent=1) + "\n")
-        study(studio, args, args.out, begun + args.seconds)
+        study(studio, args, begun + args.seconds)
     say(f"in all {time.perf_counter() - begun:.1f} s")
 
 
