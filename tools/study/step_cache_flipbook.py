@@ -7,8 +7,8 @@ OUT/paths.jsonl. What matters most is filmed first, so that a run that --seconds
 
     python tools/study/step_cache_flipbook.py --out study --device cuda --seconds 180
 
-ST-LPIPS takes the weights of the package stlpips-pytorch: without it a folder stlpips_pytorch on PYTHONPATH serves, with
-an empty __init__.py and weights/vST0.0/alex_shift_tolerant.pth. A trial on a CPU:
+ST-LPIPS takes the weights of the package stlpips-pytorch: without it a folder stlpips_pytorch on PYTHONPATH serves,
+with an empty __init__.py and weights/vST0.0/alex_shift_tolerant.pth. A trial on a CPU:
 
     python tools/study/step_cache_flipbook.py --out small --prompts 3 --seeds 1 --steps 20 --frames 9 --search-films 2
 """
@@ -119,7 +119,8 @@ class Studio:
 
     def film(self, setting: Setting) -> torch.Tensor:
         def make(phase: Phase, curve: Curve | None) -> Schedule:
-            return setting.plans[curve.branch if curve else "cond"]
+            assert curve is not None, "measure flipbook first: the curve also names the branch"
+            return setting.plans[curve.branch]
 
         with self._floor(setting.how):
             return self.shoot(self.films, setting.steps, make if setting.plans else None)
