@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import re
 import threading
 import weakref
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def test_a_clip_has_the_asked_shape_and_its_whole_story(engine, request_):
 
 def test_a_film_that_is_black_or_stands_still_is_told_of(engine, request_, monkeypatch):
     assert not any("look at the film" in note for note in engine.generate(request_).report.notes)
-    monkeypatch.setattr(engine_module.video, "as_uint8", lambda frames: np.zeros((5, 32, 32, 3), np.uint8))
+    monkeypatch.setattr(engine_module.frames, "from_device", lambda film: np.zeros((5, 32, 32, 3), np.uint8))
     notes = engine.generate(request_).report.notes
     assert "look at the film: black: frames 1-5" in notes
     assert "look at the film: frozen (equal to the one before): frames 2-5" in notes
@@ -364,9 +365,36 @@ def test_non_finite_frames_are_a_failure(engine, request_):
 def test_memory_that_runs_out_is_answered_with_a_size_that_would_fit(engine, request_):
     engine.generate(request_)
     engine.rig.pipe.transformer.forward = broken_forward(torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(OutOfMemory, match="would fit|do not fit"):
+    with pytest.raises(OutOfMemory, match="would fit|do not fit|smallest clip"):
         engine.generate(dataclasses.replace(request_, width=64, num_frames=9))
     del engine.rig.pipe.transformer.forward
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "transformer", "vae.decoder"])
+def test_after_memory_ran_out_in_any_stage_the_engine_makes_the_next_clip_as_ever(engine, request_, component):
+    before = engine.generate(request_).report.frames_hash
+    lost = []
+
+    def run_out(module, *args):
+        filled = torch.zeros(1000)
+        lost.append(weakref.ref(filled))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = _part(engine.rig.pipe, component).register_forward_pre_hook(run_out)
+    asked = dataclasses.replace(request_, prompt="a blue cube", width=64, num_frames=9)
+    with pytest.raises(OutOfMemory, match="the plan expected .* GiB, the run had taken") as caught:
+        engine.generate(asked)
+    hook.remove()
+    assert lost and lost[0]() is None, "the error holds what the failed run had computed"
+    found = re.search(r"(\d+)x(\d+) with (\d+) frames would fit", str(caught.value))
+    assert found is None or int(found[1]) * int(found[2]) * int(found[3]) < 64 * 32 * 9
+    assert engine.generate(request_).report.frames_hash == before
+
+
+def _part(pipe, path):
+    for name in path.split("."):
+        pipe = getattr(pipe, name)
+    return pipe
 
 
 def test_memory_is_refused_before_anything_is_read(engine, request_, monkeypatch):

@@ -31,6 +31,7 @@ FLOORS = {
         "figures",
         "machine",
         "ledger",
+        "memory",
         "metrics",
         "prompts",
         "rig",
@@ -88,6 +89,7 @@ FLOORS = {
         "work",
         "profiling",
         "video",
+        "frames",
         "images",
         "screen",
         "doctor",
@@ -148,6 +150,7 @@ FLOOR_OF = {
 }
 SAME_FLOOR = {
     ("machine", "settings"),  # which GPUs are visible
+    ("memory", "families"),
     ("ledger", "settings"),  # where the user's rows are
     ("jobs", "jobs.database"),  # the parts of the store
     ("jobs", "jobs.keys"),
@@ -248,6 +251,8 @@ SAME_FLOOR = {
     ("comparing", "sweep"),
     ("comparing", "fidelity"),  # verify, on the command line
     ("comparing", "oneshot"),  # how the engine is imported there
+    ("frames", "images"),
+    ("frames", "video"),  # what encodes them
     ("footage", "images"),  # PNG in
     ("footage", "video"),  # masters in
     ("doctor", "video"),  # which codecs there are
@@ -263,7 +268,7 @@ TORCH_FROM_THE_START = {
     "levers.replica", "levers.unipc",
     "levers.uploads", "load", "trace", "work", "profiling", "engine", "audit", "lab", "testing", "quality",
     "footage", "preview", "worker",
-    "takes", "rounding", "fidelity", "calibrate", "searching",
+    "takes", "rounding", "fidelity", "calibrate", "searching", "frames",
     "levers.caches", "levers.programs", "levers.stacks", "levers.trials", "levers.fewbits",
 }  # fmt: skip
 DOORS = {

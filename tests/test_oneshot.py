@@ -254,7 +254,7 @@ def test_everything_asked_for_is_written(engine: type[PretendedEngine], tmp_path
 
 def test_permissions_reach_the_engine(engine: type[PretendedEngine]) -> None:
     film(allow_pickle=True, local_files_only=True)
-    assert engine.options == {"allow_pickle": True, "local_files_only": True}
+    assert engine.options == {"allow_pickle": True, "local_files_only": True, "encode_ahead": True}
 
 
 def test_a_cancel_while_the_file_is_written_stops_it(engine: type[PretendedEngine]) -> None:

@@ -966,6 +966,23 @@ def test_the_files_own_count_of_weights_wins_over_the_family_s() -> None:
     assert plan().expected.peak_bytes - tiny.expected.peak_bytes == 2 * (weights - 1_000_000)  # type: ignore[operator]
 
 
+def test_a_refusal_names_the_lever_that_would_make_the_clip_fit() -> None:
+    with pytest.raises(OutOfMemory, match=r"would fit; or as it is with offload=model"):
+        guarded(on_gpu_with(41))
+    hunyuan = {"model": "hunyuanvideo-1.5-720p", "num_frames": 33}
+    with pytest.raises(OutOfMemory, match=r"or as it is with decode=stream"):
+        guarded(on_gpu_with(50), wishes=(("offload", "none"), ("decode", "off")), **hunyuan)
+    with pytest.raises(OutOfMemory) as caught:
+        guarded(on_gpu_with(1))
+    assert "or as it is" not in str(caught.value)
+
+
+def test_a_plan_tells_each_stage_and_the_largest_is_its_peak() -> None:
+    expected = plan(SERVER).expected
+    assert list(expected.stage_peak_bytes) == ["text", "denoise", "decode"]
+    assert max(expected.stage_peak_bytes.values()) == expected.peak_bytes
+
+
 def test_a_model_of_unknown_size_is_not_refused() -> None:
     family = replace(families.family(WAN), transformer_params=0, text_encoder_params=0, vae_params=0)
     made = make_plan(Request(), family=family, machine=on_gpu_with(0.1), ledger=Ledger())
@@ -1183,12 +1200,13 @@ def test_a_number_of_thousands_of_digits_is_refused_in_one_line(field: str) -> N
     assert len(str(caught.value)) < 400
 
 
-def test_the_smallest_clip_of_all_is_suggested_when_it_fits() -> None:
-    row = families.family(WAN)
-    weights = 2 * (row.transformer_params + row.text_encoder_params + row.vae_params)
-    machine = Machine(name="m", devices=(replace(GPU, free_bytes=weights + 400_000),), cpu_count=1)
-    with pytest.raises(OutOfMemory, match="16x16 with 1 frames would fit"):
-        guarded(machine)
+def test_where_hardly_more_than_the_weights_fits_a_tiny_clip_is_suggested() -> None:
+    least = plan(width=16, height=16, num_frames=1).expected.peak_bytes
+    assert least
+    with pytest.raises(OutOfMemory, match=r"\d+x\d+ with \d+ frames would fit") as caught:
+        guarded(Machine(name="m", devices=(replace(GPU, free_bytes=least),), cpu_count=1))
+    found = re.search(r"(\d+)x(\d+) with (\d+) frames", str(caught.value))
+    assert found and int(found[1]) * int(found[2]) * int(found[3]) < 128 * 64 * 81
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -634,6 +634,7 @@ def _plan_in_words(plan: Plan) -> str:
         *(f"  {d.lever}: {d.chosen} ({d.status.value}) - {d.reason}{_cited(d)}" for d in plan.decisions),
         f"time:   {_seconds(expected.seconds)} ({expected.seconds_basis})",
         f"memory: {_gib(expected.peak_bytes)} ({expected.memory_basis})",
+        *(f"  {stage}: {_gib(count)}" for stage, count in expected.stage_peak_bytes.items()),
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)

@@ -12,9 +12,10 @@ import numbers
 import secrets
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -24,11 +25,11 @@ import numpy as np
 import torch
 
 import undercrank
-from undercrank import families, images, video
+from undercrank import families, frames, images, video
 from undercrank.ledger import Ledger, read_ledger
 from undercrank.load import Loaded, load
 from undercrank.machine import this_machine
-from undercrank.planner import Live, case_of, check_wishes, fitting, make_plan, refuse_if_too_big, under
+from undercrank.planner import Live, case_of, check_wishes, fitting, gib, make_plan, refuse_if_too_big
 from undercrank.quality import as_FCHW, faults
 from undercrank.records import (
     BadInput,
@@ -69,6 +70,8 @@ class Clip:
     frames_FHWC: np.ndarray
     fps: Fraction
     report: Report
+    encoded: video.Encoded | None = None
+    "Encoded already, while it was decoded; the file's bytes are the same without."
 
     def recipe(self) -> dict[str, Any]:
         """All that it takes to make it again, as it travels inside the file."""
@@ -76,7 +79,7 @@ class Clip:
 
     def save(self, path: str | Path, *, listener: Listener = ignore) -> Path:
         """Write an mp4 that browsers play in the right colours, with the recipe inside."""
-        return self._write(video.write_mp4, path, listener)
+        return self._write(functools.partial(video.write_mp4, encoded=self.encoded), path, listener)
 
     def save_master(self, path: str | Path, *, listener: Listener = ignore) -> Path:
         """Write a lossless ffv1 Matroska file: every pixel as decoded."""
@@ -103,8 +106,13 @@ class Engine:
         pipe: Any = None,
         allow_pickle: bool = False,
         local_files_only: bool = False,
+        encode_ahead: bool = False,
     ) -> None:
-        """pipe: a pipeline that is already loaded; the engine then makes clips with it and loads nothing."""
+        """pipe: a pipeline that is already loaded; the engine then makes clips with it and loads nothing.
+
+        encode_ahead: clips will be saved, so frames are encoded while later ones are decoded.
+        """
+        self.encode_ahead = encode_ahead
         self.allow_pickle, self.local_files_only = allow_pickle, local_files_only
         self.machine = machine or this_machine()
         self.ledger = read_ledger() if ledger is None else ledger
@@ -209,9 +217,9 @@ class Engine:
         with self._in_memory(plan, listener) as rig:
             notes = (*plan.notes, *_truncation(rig, plan.request), *(images.notes(picture) if picture else ()))
             inputs = call_inputs(rig, plan.request, picture)
-            frames_FHWC, trace, receipts = self.run(
-                plan, functools.partial(_film, rig, plan.request, inputs, on_latents), listener
-            )
+            with self._encoding(plan.request) as encoder:
+                film = functools.partial(_film, rig, plan.request, inputs, on_latents, encoder)
+                frames_FHWC, trace, receipts = self.run(plan, film, listener)
         report = Report(
             undercrank=undercrank.__version__,
             request=plan.request,
@@ -228,7 +236,12 @@ class Engine:
             ),
         )
         assert plan.request.fps is not None
-        return Clip(frames_FHWC=frames_FHWC, fps=plan.request.fps, report=report)
+        encoded = encoder.encoded if encoder else None
+        return Clip(frames_FHWC=frames_FHWC, fps=plan.request.fps, report=report, encoded=encoded)
+
+    def _encoding(self, request: Request) -> AbstractContextManager[video.Encoder | None]:
+        assert request.fps is not None
+        return video.encoding(request.fps) if self.encode_ahead else nullcontext()
 
     def move_to(self, plan: Plan, listener: Listener = ignore) -> None:
         """Reload if the load changed, else keep the longest common prefix of levers and enter the rest."""
@@ -383,7 +396,7 @@ def call_inputs(rig: Rig, request: Request, picture: Any = None) -> dict[str, An
         "num_inference_steps": request.num_inference_steps,
         "guidance_scale": request.guidance_scale,
         "generator": generator,
-        "output_type": "np",
+        "output_type": "pt",
     }
     optional = {
         "image": picture,
@@ -403,8 +416,15 @@ def call_inputs(rig: Rig, request: Request, picture: Any = None) -> dict[str, An
     return {key: value for key, value in inputs.items() if key in takes}
 
 
-def _film(rig: Rig, request: Request, inputs: Mapping[str, Any], on_latents: OnLatents | None = None) -> np.ndarray:
+def _film(
+    rig: Rig,
+    request: Request,
+    inputs: Mapping[str, Any],
+    on_latents: OnLatents | None = None,
+    encoder: video.Encoder | None = None,
+) -> np.ndarray:
     """Run the pipeline and return its frames, F H W 3 in uint8. Raises RunFailed where numbers are not finite."""
+    ahead = frames.Ahead(rig, encoder) if encoder else None
     finite = _Finite(rig)
 
     def remember(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -414,10 +434,16 @@ def _film(rig: Rig, request: Request, inputs: Mapping[str, Any], on_latents: OnL
         return {}
 
     watched = {"callback_on_step_end": remember} if _takes_callback(rig.pipe) else {}
-    with _guided(rig, request), _shifted(rig, request), finite.watching(), torch.no_grad():
-        output = rig.pipe(**inputs, **watched)
+    with ExitStack() as stack:
+        for block in (_guided(rig, request), _shifted(rig, request), finite.watching(), torch.no_grad()):
+            stack.enter_context(block)
+        if ahead:
+            stack.enter_context(ahead.watching())
+        film = _frames_of(rig.pipe(**inputs, **watched))
+        if ahead:
+            ahead.check(film)
     finite.check()
-    return video.as_uint8(_frames_of(output))
+    return frames.from_device(film)
 
 
 class _Finite:
@@ -469,8 +495,8 @@ def _takes_callback(pipe: Any) -> bool:
 
 def _frames_of(output: Any) -> Any:
     """The one clip of the batch, from `.frames` or a tuple (video, audio)."""
-    frames = output.frames if hasattr(output, "frames") else output[0]
-    return frames[0]
+    films = output.frames if hasattr(output, "frames") else output[0]
+    return films[0]
 
 
 @contextmanager
@@ -527,13 +553,27 @@ def _truncation(rig: Rig, request: Request) -> tuple[str, ...]:
 
 @contextmanager
 def _memory_errors(plan: Plan, family: Family, machine: Machine, device: Device) -> Iterator[None]:
-    """Memory that ran out, as an answer: what would fit."""
+    """Memory that ran out, as an answer: what was expected, what was taken, what would fit.
+
+    What the failed run computed is freed at once: else the error's own traceback would hold it.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        case = under(case_of(plan.request, family, machine, device, plan.load), plan.levers)
-        advice = fitting(case, budget_bytes=int((plan.expected.peak_bytes or 0) * 0.7))
-        raise OutOfMemory(f"memory ran out on {device.torch_name}: {advice}") from error
+        name, expected = device.torch_name, plan.expected.peak_bytes
+        taken = _peak(name)
+        traceback.clear_frames(error.__traceback__)
+        if taken is not None:
+            torch.cuda.empty_cache()
+        dense = case_of(plan.request, family, machine, device, plan.load)
+        advice = fitting(dense, plan.levers, budget_bytes=int((expected or 0) * 0.7))
+        story = f"the plan expected {gib(expected)}, the run had taken {gib(taken)} when it failed"
+        raise OutOfMemory(f"memory ran out on {name}: {story}; {advice}") from error
+
+
+def _peak(device: str) -> int | None:
+    """Bytes that this process has held at most since the run began; None: this device does not count them."""
+    return torch.cuda.max_memory_allocated(torch.device(device)) if device.startswith("cuda") else None
 
 
 def _allocated(device: str) -> int:

@@ -137,6 +137,7 @@ _FLIPBOOK = replace(
     text_encoder_params=1_480_000,
     vae_params=3_270_000,
     transformer_width=256,
+    vae_width=6,
     traits=_WAN.traits | {"toy_domain", "narrow"},
     note="flipbook knows shapes, colours, backgrounds and motions; any other prompt is answered by the nearest "
     "thing it knows",
@@ -217,6 +218,7 @@ _WAN_ROWS = (
         transformer_params=4_999_787_712,
         vae_params=704_688_668,
         transformer_width=3072,
+        vae_width=64,
         spatial_stride=16,
         note="720p means 704 rows here: its VAE shrinks by 16, so sizes are multiples of 32. The same"
         " weights do image-to-video in WanImageToVideoPipeline.",
@@ -281,6 +283,7 @@ _HV15 = Family(
     text_encoder_params=7_070_619_136 + 219_314_944,
     vae_params=1_260_634_115,
     transformer_width=2048,
+    vae_width=128,
     spatial_stride=16,
     patch=(1, 1, 1),
     note="The guidance scale lives in pipe.guider; the pipeline takes neither guidance_scale nor a "
@@ -318,6 +321,7 @@ _HV = Family(
     text_encoder_params=7_505_186_816 + 123_060_480,
     vae_params=246_478_803,
     transformer_width=3072,
+    vae_width=128,
     note="Guidance is an input of the denoiser; the second branch runs only with true_cfg_scale > 1.",
 )
 
@@ -389,6 +393,7 @@ _LTX = Family(
     text_encoder_params=4_762_310_656,
     vae_params=419_193_649,
     transformer_width=2048,
+    vae_width=8,
     temporal_stride=8,
     spatial_stride=32,
     patch=(1, 1, 1),
@@ -413,6 +418,7 @@ _LTX2 = replace(
     text_encoder_params=12_202_563_392,
     vae_params=1_222_479_601,
     transformer_width=4096,
+    vae_width=8,
     note="Makes sound too. By the pipeline's defaults each step has three calls: both CFG branches in"
     " one, then a perturbed one (stg_scale) and one without the other modality (modality_scale).",
 )
@@ -464,6 +470,7 @@ _COG = Family(
     text_encoder_params=4_762_310_656,
     vae_params=215_583_907,
     transformer_width=3072,
+    vae_width=128,
     note="The VAE decodes latent frames two by two, and only an odd number gives back the frames asked for: the "
     "pipeline takes 5 frames and returns 8.",
 )

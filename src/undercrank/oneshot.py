@@ -84,7 +84,7 @@ def make_clip(
 
     with (
         screen.showing(as_json=as_json, quiet=quiet) as show,
-        _engine_class()(allow_pickle=allow_pickle, local_files_only=local_files_only) as engine,
+        _engine_class()(allow_pickle=allow_pickle, local_files_only=local_files_only, encode_ahead=True) as engine,
         on_cancellable(engine.cancel),
     ):
         clip = engine.generate(request, listener=show)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
 
-from undercrank import families
+from undercrank import families, memory
 from undercrank.ledger import HERE, Ledger
 from undercrank.levers import ORDER, knobs, lever_of_knob
+from undercrank.memory import BYTES_PER_VALUE
 from undercrank.records import (
     BadInput,
     Case,
@@ -40,7 +41,6 @@ MAX_GUIDANCE = 100.0
 MAX_SHIFT = 100.0
 MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARS = 100_000
-BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # Near-lossless, quality, balanced, fast: how far the median end distance of a LOSSY lever may be, by metric.
 BOUNDS: dict[Fidelity, dict[str, float]] = {
@@ -95,10 +95,11 @@ def make_plan(
         if strict:
             lever.check(case)
         load = lever.configure(load)
-    case = under(case, levers)
+    dense, case = case, under(case, levers)
     expected = expect(case, ledger)
     if live is None and (expected.peak_bytes or 0) > device.free_bytes:
-        notes = (*notes, f"does not fit: {device.torch_name} has {gib(device.free_bytes)} free; {fitting(case)}")
+        free = gib(device.free_bytes)
+        notes = (*notes, f"does not fit: {device.torch_name} has {free} free; {fitting(dense, levers)}")
     return Plan(
         request=resolved,
         load=load,
@@ -141,13 +142,13 @@ def case_of(
         engaged=engaged,
         parameters=load.parameters or family.transformer_params + family.text_encoder_params + family.vae_params,
     )
-    return replace(case, weights=_dense_bytes(case), working_bytes=_working_bytes(case))
+    return memory.dense(replace(case, weights=_dense_bytes(case)))
 
 
 def under(case: Case, levers: Iterable[Lever]) -> Case:
     """The case with these levers on."""
     for lever in levers:
-        case = replace(case, engaged=(*case.engaged, lever.name), weights=dict(lever.holds(case)))
+        case = memory.under(case, lever)
     return case
 
 
@@ -620,7 +621,13 @@ def _limit(metric: str, rows: tuple[Measurement, ...], fidelity: Fidelity) -> fl
 def expect(case: Case, ledger: Ledger) -> Expected:
     seconds, seconds_basis = _expected_seconds(case, ledger)
     peak_bytes, memory_basis = _expected_peak(case, ledger)
-    return Expected(seconds=seconds, seconds_basis=seconds_basis, peak_bytes=peak_bytes, memory_basis=memory_basis)
+    return Expected(
+        seconds=seconds,
+        seconds_basis=seconds_basis,
+        peak_bytes=peak_bytes,
+        memory_basis=memory_basis,
+        stage_peak_bytes=memory.peaks(case) if case.family.transformer_width else {},
+    )
 
 
 def _expected_seconds(case: Case, ledger: Ledger) -> tuple[float | None, str]:
@@ -666,8 +673,7 @@ def expected_bytes(case: Case) -> tuple[int | None, str]:
     """Weights by their counted parameters, working memory by formula; a guard against hopeless runs, no promise."""
     if not case.weights or not case.family.transformer_width:
         return None, "the number of parameters of this model is not known"
-    total = sum(case.weights.values()) + _working_bytes(case)
-    return total, "weights counted, working memory by formula, not measured"
+    return memory.peak(case), "weights counted, working memory by formula, not measured here"
 
 
 def _dense_bytes(case: Case) -> dict[str, int]:
@@ -687,33 +693,40 @@ def _dense_bytes(case: Case) -> dict[str, int]:
     return {role: value * count for role, count in counted.items()}
 
 
-def _working_bytes(case: Case) -> int:
-    family, value = case.family, BYTES_PER_VALUE[case.dtype]
-    # One block's inputs, its MLP (4 x width) and attention's q, k, v and output, all alive at once.
-    denoise = value * _tokens(case) * family.transformer_width * 12
-    # The VAE's widest layers at full size over one chunk of frames, in and out.
-    decode = value * case.width * case.height * family.temporal_stride * 96 * 2
-    frames = 4 * 3 * case.width * case.height * case.num_frames
-    return max(denoise, decode + frames)
-
-
 def refuse_if_too_big(plan: Plan, family: Family, machine: Machine, device: Device) -> None:
     """Raise OutOfMemory before anything is read, with the size that would fit."""
     peak = plan.expected.peak_bytes
     if peak is None or peak <= device.free_bytes:
         return
-    case = under(case_of(plan.request, family, machine, device, plan.load), plan.levers)
+    dense = case_of(plan.request, family, machine, device, plan.load)
     need, free = gib(peak), gib(device.free_bytes)
-    raise OutOfMemory(f"{family.title} needs about {need} and {device.torch_name} has {free} free: {fitting(case)}")
+    advice = "; ".join(filter(None, (fitting(dense, plan.levers), _lever_that_fits(plan, dense))))
+    raise OutOfMemory(f"{family.title} needs about {need} and {device.torch_name} has {free} free: {advice}")
 
 
-def fitting(case: Case, budget_bytes: int | None = None) -> str:
-    """The largest smaller clip of about the same aspect whose estimate fits and that the model can make, in words."""
-    budget = case.device.free_bytes if budget_bytes is None else budget_bytes
-    for smaller in _smaller(case):
-        if (expected_bytes(smaller)[0] or 0) <= budget:
+def _lever_that_fits(plan: Plan, dense: Case) -> str:
+    """A lever with which the clip as asked would fit, in words; of several the one that changes the film least."""
+    found: list[tuple[int, str]] = []
+    for cls in ORDER:
+        for wish in cls.grid(dense.num_inference_steps):
+            lever = cls.from_wish(dict(wish))
+            others = [e for e in plan.levers if type(e) is not cls and not _clash(cls, [type(e)])]
+            levers = [lever if each is cls else next((e for e in others if type(e) is each), None) for each in ORDER]
+            case = under(dense, [each for each in levers if each is not None])
+            if not (unmet_need(cls, dense) or lever.lacks(dense)) and memory.peak(case) <= dense.device.free_bytes:
+                found.append((lever.promises(dense).rank, ", ".join(f"{knob}={word}" for knob, word in wish)))
+    return f"or as it is with {min(found, key=lambda each: each[0])[1]}" if found else ""
+
+
+def fitting(dense: Case, levers: Iterable[Lever], budget_bytes: int | None = None) -> str:
+    """The largest smaller clip of about the same aspect whose estimate under the levers fits and that the model can
+    make, in words."""
+    budget = dense.device.free_bytes if budget_bytes is None else budget_bytes
+    levers = tuple(levers)
+    for smaller in _smaller(dense):
+        if (expected_bytes(under(memory.dense(smaller), levers))[0] or 0) <= budget:
             return f"{smaller.width}x{smaller.height} with {smaller.num_frames} frames would fit"
-    if sum(case.weights.values()) > budget:
+    if sum(under(dense, levers).weights.values()) > budget:
         return "its weights alone do not fit here: choose a smaller model or a device with more memory"
     return "not even its smallest clip fits here: choose a smaller model or a device with more memory"
 
@@ -742,8 +755,8 @@ def _if_valid(smaller: Case, case: Case) -> Iterator[Case]:
         yield smaller
 
 
-def gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+def gib(count: int | None) -> str:
+    return "an unknown amount" if count is None else f"{count / 2**30:.1f} GiB"
 
 
 def _tokens(case: Case) -> int:

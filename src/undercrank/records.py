@@ -333,6 +333,8 @@ class Family(Record):
     vae_params: int = 0
     transformer_width: int = 0
     "Hidden size of the denoiser, for the memory estimate."
+    vae_width: int = 96
+    "Channels of the VAE's decoder where it is at full size, for each pixel of a frame; for the memory estimate."
     temporal_stride: int = 4
     spatial_stride: int = 8
     patch: tuple[int, int, int] = (1, 2, 2)
@@ -500,8 +502,12 @@ class Case(Record):
     "Computed steps for which step_cache knows a searched path, of this model in this dtype at so many steps."
     weights: dict[str, int] = field(default_factory=dict)
     "Bytes of each component that the device holds at a time under the levers that are on; empty: unknown."
-    working_bytes: int = 0
-    "What the run needs beside the weights, by formula."
+    stage: str = ""
+    "text, denoise or decode, where a lever is asked what is held in that stage; empty: at any time."
+    held: dict[str, dict[str, int]] = field(default_factory=dict)
+    "`weights` of each stage, where levers hold less in some."
+    working: dict[str, int] = field(default_factory=dict)
+    "What each stage needs beside the weights, by formula."
 
 
 # --------------------------------------------------------------------------- what is decided
@@ -549,6 +555,8 @@ class Expected(Record):
     seconds_basis: str
     peak_bytes: int | None
     memory_basis: str
+    stage_peak_bytes: dict[str, int] = field(default_factory=dict)
+    "Of text, denoise and decode, by formula; empty: unknown."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -687,8 +695,12 @@ class Lever(Record):
         return None
 
     def holds(self, case: Case) -> Mapping[str, int]:
-        """Bytes of each component that the device holds at a time with this lever on; `case.weights`: as without."""
+        """Bytes of each component that the device holds in `case.stage` with it on; `case.weights`: as without."""
         return case.weights
+
+    def works(self, case: Case) -> Mapping[str, int]:
+        """Bytes that each stage needs beside the weights with this lever on; `case.working`: as without."""
+        return case.working
 
     def configure(self, load: LoadSpec) -> LoadSpec:
         """What it changes about how weights are loaded (undone by a reload)."""

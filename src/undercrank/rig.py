@@ -45,6 +45,8 @@ class Rig:
         "Called with the index of the step that has just ended."
         self.at_end: list[Callable[[BaseException | None], None]] = []
         "Called when the loop ends, in reverse order of registration, with the exception that ended it, if any."
+        self.at_frames: list[Callable[[Any], None]] = []
+        "Called with each chunk of decoded frames BCFHW, in order, by a lever under which the VAE decodes in chunks."
         self.graph_passes: list[tuple[str, Callable[[Any], None]]] = []
         """(name, pass): called with each torch.fx.GraphModule that a lever is about to compile, to change it in
         place. Code compiled under other names is another program."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
+import queue
 import re
 import secrets
 import stat
+import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +34,9 @@ from PIL import Image
 
 from undercrank.images import as_numpy, unit_to_uint8
 from undercrank.records import BadInput, RunFailed
+
+CRF = 16
+"x264's quality of clips, 1 best to 51."
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 OnFrame: TypeAlias = Callable[[int], None]
@@ -214,14 +220,16 @@ def write_mp4(
     recipe: Mapping[str, Any],
     title: str = "",
     comment: str = "",
-    crf: int = 16,
+    crf: int = CRF,
     on_frame: OnFrame | None = None,
+    encoded: Encoded | None = None,
 ) -> Path:
     """Write an mp4 that every browser plays: h264, yuv420p, BT.709 and tagged so, index first, recipe inside.
 
     frames_FHWC: whatever `as_uint8` takes. recipe: JSON-able, kept whole; its key `crop` belongs to the file
     and is set for odd sizes (padded to even by repeating the edge, never scaled), else removed. crf: x264's
-    quality, 1 best to 51. on_frame: called with the number of frames encoded so far; may raise to stop.
+    quality, 1 best to 51. on_frame: called with the number of frames encoded so far; may raise to stop. encoded: these
+    very frames, encoded before by `encoding` at this rate and quality; the bytes are the same.
 
     The same input gives the same bytes. The file appears under `path` only when complete; on any error
     nothing is left, and what stood there before still does.
@@ -231,7 +239,8 @@ def write_mp4(
     """
     clip_FHWC, rate = as_uint8(frames_FHWC), exact_fps(fps)
     tags = _tags(recipe_with_crop(recipe, clip_FHWC), title, comment)
-    return _write(path, clip_FHWC, _h264(crf), rate, tags, on_frame)
+    packets = encoded.packets if encoded and (encoded.fps, encoded.crf) == (rate, crf) else None
+    return _write(path, clip_FHWC, _h264(crf), rate, tags, on_frame, packets)
 
 
 def write_master(
@@ -263,10 +272,11 @@ def _write(
     fps: Fraction,
     tags: Mapping[str, str],
     on_frame: OnFrame | None,
+    packets: Sequence[Any] | None = None,
 ) -> Path:
     final = Path(path)
     with appears_whole(final) as part, _as_os_errors(final):
-        _encode(part, clip_FHWC, coding, fps, tags, on_frame)
+        _encode(part, clip_FHWC, coding, fps, tags, on_frame, packets)
         _refuse_lost_frames(part, len(clip_FHWC))
     return final
 
@@ -278,21 +288,117 @@ def _encode(
     fps: Fraction,
     tags: Mapping[str, str],
     on_frame: OnFrame | None,
+    packets: Sequence[Any] | None,
 ) -> None:
     with av.open(str(part), "w", format=coding.container, options=dict(coding.container_options)) as file:
         file.metadata.update(tags)
-        stream = _add_stream(file, clip_FHWC, coding, fps)
+        stream = _add_stream(file, clip_FHWC[0], coding, fps)
+        if packets is not None:
+            _mux_again(file, stream, packets, on_frame)
+            return
         for index, frame_HWC in enumerate(clip_FHWC):
-            picture = coding.picture_of(frame_HWC)
-            picture.pts, picture.time_base = index, 1 / fps
-            file.mux(stream.encode(picture))
+            file.mux(_encoded(stream, frame_HWC, coding, index, fps))
             if on_frame:
                 on_frame(index + 1)
         file.mux(stream.encode())
 
 
-def _add_stream(file: OutputContainer, clip_FHWC: np.ndarray, coding: _Coding, fps: Fraction) -> VideoStream:
-    picture = coding.picture_of(clip_FHWC[0])
+def _encoded(stream: VideoStream, frame_HWC: np.ndarray, coding: _Coding, index: int, fps: Fraction) -> list[Any]:
+    """The packets that the encoder gives when it is given this frame; it may hold it back."""
+    picture = coding.picture_of(frame_HWC)
+    picture.pts, picture.time_base = index, 1 / fps
+    return list(stream.encode(picture))
+
+
+def _mux_again(file: OutputContainer, stream: VideoStream, packets: Sequence[Any], on_frame: OnFrame | None) -> None:
+    """Packets of another container's stream of the same coding. Copies, since muxing changes a packet's times."""
+    for index, packet in enumerate(packets):
+        copy = av.Packet(bytes(packet))
+        copy.pts, copy.dts, copy.duration = packet.pts, packet.dts, packet.duration
+        copy.time_base, copy.is_keyframe, copy.stream = packet.time_base, packet.is_keyframe, stream
+        file.mux(copy)
+        if on_frame:
+            on_frame(index + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A clip as packets of h264, to be put into a file with `write_mp4(encoded=...)`."""
+
+    packets: tuple[Any, ...]
+    fps: Fraction
+    crf: int
+
+
+FRAMES_WAIT = 2
+"Chunks of frames that may wait for the encoder before whoever brings them waits too."
+
+
+class Encoder:
+    """Encodes in a thread of its own what it is given in order. `encoded` holds the packets when `encoding` is left."""
+
+    def __init__(self, fps: Fraction | int | float, crf: int) -> None:
+        self.encoded: Encoded | None = None
+        self._fps, self._crf = exact_fps(fps), crf
+        self._chunks: queue.Queue[Callable[[], np.ndarray] | None] = queue.Queue(FRAMES_WAIT)
+        self._packets: list[Any] = []
+        self._error: BaseException | None = None
+        self._wanted = True
+        self._thread = threading.Thread(target=self._run, name="undercrank-encoder", daemon=True)
+        self._thread.start()
+
+    def put(self, frames_of: Callable[[], np.ndarray]) -> None:
+        """frames_of: called in the encoder's thread; returns the next frames_FHWC in uint8."""
+        self._chunks.put(frames_of)
+
+    def forget(self) -> None:
+        """These were not the clip's frames: `encoded` stays None."""
+        self._wanted = False
+
+    def close(self) -> None:
+        """Wait for the last packet, and end the thread."""
+        self._chunks.put(None)
+        self._thread.join()
+        if self._error is None and self._wanted and self._packets:
+            self.encoded = Encoded(packets=tuple(self._packets), fps=self._fps, crf=self._crf)
+
+    def _run(self) -> None:
+        """What cannot be encoded here is encoded later, where its error has a file's name."""
+        try:
+            self._encode()
+        except BaseException as error:
+            self._error = error
+            while self._chunks.get() is not None:
+                pass
+
+    def _encode(self) -> None:
+        coding, index = _h264(self._crf), 0
+        with av.open(io.BytesIO(), "w", format=coding.container, options=dict(coding.container_options)) as file:
+            stream: VideoStream | None = None
+            while (frames_of := self._chunks.get()) is not None:
+                for frame_HWC in frames_of() if self._wanted else ():
+                    stream = stream or _add_stream(file, frame_HWC, coding, self._fps)
+                    self._packets += _encoded(stream, frame_HWC, coding, index, self._fps)
+                    index += 1
+            if stream is not None:
+                self._packets += stream.encode()
+
+
+@contextmanager
+def encoding(fps: Fraction | int | float, *, crf: int = CRF) -> Iterator[Encoder]:
+    """Encode frames while later ones are made. The thread ends with the block, also when the block fails."""
+    encoder = Encoder(fps, crf)
+    try:
+        yield encoder
+    except BaseException:
+        encoder.forget()
+        raise
+    finally:
+        encoder.close()
+
+
+def _add_stream(file: OutputContainer, frame_HWC: np.ndarray, coding: _Coding, fps: Fraction) -> VideoStream:
+    picture = coding.picture_of(frame_HWC)
     stream = file.add_stream(coding.codec, rate=fps, options=dict(coding.codec_options))
     context = stream.codec_context
     context.width, context.height, context.pix_fmt = picture.width, picture.height, coding.pix_fmt

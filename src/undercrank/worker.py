@@ -288,7 +288,9 @@ class Models:
             self.drop(next(iter(self._engines)))
         if engine is None:
             engine = self._new_engine(
-                allow_pickle=self._habits.allow_pickle, local_files_only=self._habits.local_files_only
+                allow_pickle=self._habits.allow_pickle,
+                local_files_only=self._habits.local_files_only,
+                encode_ahead=True,
             )
         self._engines[model] = engine
         work.stops(engine.cancel)

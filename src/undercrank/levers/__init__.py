@@ -19,6 +19,7 @@ from undercrank.records import Lever
 
 ORDER: tuple[type[Lever], ...] = (
     Quantize,  # at load, before weights are placed: whatever moves, reads or compiles them finds them as they are
+    Decode,  # of the VAE alone, whose formats are known; before what asks whether everything fits, which it decides
     Offload,  # after the formats, whose bytes it moves; its hooks are the innermost: what comes next wraps them
     CfgParallel,  # copies denoisers that nothing has touched, so that all others engage on both; it routes where a
     # denoiser is called, which is above all that they change in its forward and its blocks
@@ -27,7 +28,6 @@ ORDER: tuple[type[Lever], ...] = (
     StepCache,  # after what changes a block's inputs, whose residuals it keeps; before what compiles or captures blocks
     Compile,  # after what changes the blocks or their inputs: it compiles what it finds
     CudaGraph,  # after what changes the model's code: it records what it finds, compiled blocks too
-    Decode,  # of the VAE alone: it comes after the formats and the moving of weights, and nothing comes after it there
     HostSync,  # around all of them: the denoiser is given plain tensors, and the loop outside never waits
 )
 

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from undercrank import families
+from undercrank import families, memory
 from undercrank.records import BadInput, Case, Lever, Promise, Trace
 from undercrank.undo import swap_attr
 
@@ -90,6 +90,11 @@ class Decode(Lever):
             return "memory is what it saves, and a CPU has enough"
         return None
 
+    def works(self, case: Case) -> Mapping[str, int]:
+        if case.family.pipeline not in STREAMED or not case.working:
+            return case.working
+        return {**case.working, "decode": memory.decode_bytes(case, memory.STREAM)}
+
     def engage(self, rig: Rig) -> AbstractContextManager[Any]:
         return _by_chunks(rig, self)
 
@@ -128,6 +133,14 @@ def _decoded(rig: Rig, lever: Decode, whole: Callable[..., Any], z_BCTHW: Any, *
     if decoder is None:
         rig.count("decode.strangers")
         return whole(z_BCTHW, *args, **kwargs)
-    film_BCFHW = torch.cat(list(decoder.chunks(z_BCTHW)), dim=2).contiguous()
+    film_BCFHW = torch.cat(list(_told(rig, decoder.chunks(z_BCTHW))), dim=2).contiguous()
     rig.count("decode.films", z_BCTHW.shape[0])
     return decoder.as_returned(film_BCFHW, *args, **kwargs)
+
+
+def _told(rig: Rig, chunks_BCFHW: Iterator[Any]) -> Iterator[Any]:
+    """Chunk by chunk, and each to whoever wants it before the next one is computed."""
+    for chunk in chunks_BCFHW:
+        for callback in list(rig.at_frames):
+            callback(chunk)
+        yield chunk

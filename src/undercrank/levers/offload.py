@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from undercrank import memory
 from undercrank.levers.formats import FORMATS
 from undercrank.records import BadInput, Case, Lever, LeverRefused, LoadSpec, Needs, Trace
 from undercrank.undo import kept
@@ -76,15 +77,21 @@ class Offload(Lever):
         if not case.weights:
             return "the number of parameters of this model is not known"
         free = case.device.free_bytes
-        if sum(case.weights.values()) + case.working_bytes <= free:
+        if memory.peak(case) <= free:
             return "everything fits on the device"
-        if sum(self.holds(case).values()) + case.working_bytes > free:
+        if memory.peak(memory.under(case, self)) > free:
             return f"does not fit with offload={self.mode} either"
         return None
 
     def holds(self, case: Case) -> Mapping[str, int]:
+        """In a stage: of what computes in it. A VAE is small, and comes whole."""
         if self.mode == "group":
-            return {name: count // GROUP_SHARE for name, count in case.weights.items()}
+            whole = {"vae"} if case.stage == "decode" else set()
+            return {name: count if name in whole else count // GROUP_SHARE for name, count in case.weights.items()}
+        if case.stage:
+            needed = memory.ROLE_OF_STAGE[case.stage]
+            experts = 2 if "two_experts" in case.family.traits and needed == "transformer" else 1
+            return {name: count // experts if name == needed else 0 for name, count in case.weights.items()}
         largest = max(case.weights.values(), default=0)
         return {name: count if count == largest else 0 for name, count in case.weights.items()}
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from undercrank.levers.formats import FORMATS, ROLES, TORCHAO, Format, converted, role_of
+from undercrank.memory import BYTES_PER_VALUE
 from undercrank.records import BadInput, Case, Lever, LoadSpec, Promise, Trace
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
 
 UNASKED = ("auto", "off")
-BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

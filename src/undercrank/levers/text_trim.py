@@ -20,12 +20,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from undercrank import families
+from undercrank import families, memory
 from undercrank.records import Case, Lever, LeverRefused, Promise, Trace
 from undercrank.tensors import version_of
 from undercrank.undo import appended, subclass, swap_attr, swap_class, swap_item
@@ -92,6 +92,11 @@ class TextTrim(Lever):
         """No doubt about the CPU: it is as right there, and was measured faster."""
         pipeline = case.family.pipeline
         return None if pipeline in PROVEN else f"{pipeline} is not known to mask padding in its blocks"
+
+    def works(self, case: Case) -> Mapping[str, int]:
+        if case.family.pipeline not in PROVEN or not case.working:
+            return case.working
+        return {**case.working, "denoise": memory.denoise_bytes(case, is_masked=False)}
 
     def engage(self, rig: Rig) -> AbstractContextManager[Any]:
         return _trimmed_texts(rig)
