@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from undercrank import families, paths, ratios, schedules, searching
 from undercrank.levers import step_cache
 from undercrank.levers.caches import Scheduled
-from undercrank.levers.programs import Phase, Programs, phases
+from undercrank.levers.programs import Phase, Programs, checkpoint, phases
 from undercrank.levers.stacks import stacked
 from undercrank.load import load
 from undercrank.planner import load_spec
@@ -84,7 +84,9 @@ class Studio:
 
     def __init__(self, rig: Rig, films: Sequence[tuple[str, int]], args: argparse.Namespace) -> None:
         self.rig, self.films, self.args = rig, films, args
-        self._exact = {name: value.clone() for name, value in rig.pipe.transformer.state_dict().items()}
+        tensors = (*rig.pipe.transformer.parameters(), *rig.pipe.transformer.buffers())
+        self._checkpoint = checkpoint(rig.pipe.transformer)
+        self._exact = [(tensor, tensor.data) for tensor in tensors]  # also buffers that no state dict holds
 
     def shoot(self, films: Sequence[tuple[str, int]], steps: int, make: Any) -> torch.Tensor:
         """Frames, films x F 3 H W in uint8 on the CPU."""
@@ -132,11 +134,16 @@ class Studio:
             with sdpa_kernel(SDPBackend.MATH):
                 yield
         elif how == "bfloat16":
+            kept = [(module, dict(module._buffers)) for module in transformer.modules()]
             transformer.to(torch.bfloat16)
             try:
                 yield
             finally:
-                transformer.load_state_dict(self._exact, assign=True)
+                for tensor, data in self._exact:
+                    tensor.data = data
+                for module, buffers in kept:
+                    module._buffers.update(buffers)
+                assert checkpoint(transformer) == self._checkpoint, "the denoiser is not what it was"
         else:
             yield
 
