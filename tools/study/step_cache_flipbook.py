@@ -290,7 +290,9 @@ class Rows:
     def __init__(self, studio: Studio, args: argparse.Namespace, until: float) -> None:
         self.studio, self.args, self.until = studio, args, until
         self._references: dict[int, torch.Tensor] = {}
-        self._done: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+        self._done: dict[tuple[Any, ...], tuple[list[dict[str, float]], float]] = {}
+        self.whole_s: dict[int, list[float]] = {}
+        "Seconds of each filming of a reference: before the settings and after them."
 
     @property
     def out_of_time(self) -> bool:
@@ -303,20 +305,32 @@ class Rows:
                 say(f"out of time before {setting.name} of {setting.of} steps")
                 return
             if setting.of not in self._references:
-                whole = Setting(name="all", kind="reference", of=setting.of, steps=setting.of)
-                self._references[setting.of] = self.studio.film(whole)
+                self.reference(setting.of)
             begun = time.perf_counter()
             frames = self.studio.film(setting)
             filmed = time.perf_counter()
-            self._done[key] = distances(self._references[setting.of], frames, self.args)
+            self._done[key] = distances(self._references[setting.of], frames, self.args), filmed - begun
             say(f"filmed in {filmed - begun:.2f} s, compared in {time.perf_counter() - filmed:.2f} s")
+        made, seconds = self._done[key]
         rows = [
             {"setting": setting.name, "of": setting.of, "prompt": prompt, "seed": seed, **each}
-            for (prompt, seed), each in zip(self.studio.films, self._done[key], strict=True)
+            for (prompt, seed), each in zip(self.studio.films, made, strict=True)
         ]
+        told = summary(setting, rows) | {"seconds": seconds, "reference_seconds": self.whole_s[setting.of]}
         self._write("results.jsonl", rows)
-        self._write("settings.jsonl", [summary(setting, rows)])
-        say(line(summary(setting, rows)))
+        self._write("settings.jsonl", [told])
+        say(line(told))
+
+    def reference(self, of: int) -> None:
+        """Every step computed; a second time it must come out the same."""
+        begun = time.perf_counter()
+        frames = self.studio.film(Setting(name="all", kind="reference", of=of, steps=of))
+        self.whole_s.setdefault(of, []).append(time.perf_counter() - begun)
+        alike = torch.equal(frames, self._references.setdefault(of, frames))
+        say(f"reference of {of} steps in {self.whole_s[of][-1]:.2f} s{'' if alike else ': NOT AS BEFORE'}")
+
+    def write_seconds(self) -> None:
+        (self.args.out / "seconds.json").write_text(json.dumps(self.whole_s) + "\n")
 
     def _write(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         with (self.args.out / name).open("a") as file:
@@ -337,6 +351,9 @@ def study(studio: Studio, args: argparse.Namespace, until: float) -> None:
         for setting in planned:
             if setting.of == of and not setting.extra:
                 rows.film(setting)
+        if not rows.out_of_time:
+            rows.reference(of)
+            rows.write_seconds()
     for of in args.search_only:
         if not rows.out_of_time and not args.paths:
             found_paths(studio, of, curves, args)

@@ -47,6 +47,10 @@ class Row:
     calls: int
     schedules: dict[str, str] = field(default_factory=dict)
     films: dict[str, list[float]]
+    seconds: float | None = None
+    "All films together, decoded."
+    reference_seconds: list[float] = field(default_factory=list)
+    "The same with every step computed, before and after."
 
     def median(self, metric: str) -> float:
         return statistics.median(self.films[metric])
@@ -103,12 +107,14 @@ def _of_study(folder: Path) -> Study:
     films: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for line in map(json.loads, (folder / "results.jsonl").read_text().splitlines()):
         films.setdefault((line["of"], line["setting"]), []).append(line)
-    rows = []
+    rows, timed = [], folder / "seconds.json"
+    seconds = json.loads(timed.read_text()) if timed.exists() else {}
     for each in map(json.loads, (folder / "settings.jsonl").read_text().splitlines()):
         own = films[each["of"], each["name"]]
         values = {name: [film[name] for film in own] for name in METRICS if all(name in film for film in own)}
-        told = {name: each[name] for name in ("of", "name", "kind", "preset", "calls", "schedules")}
-        rows.append(Row(films=values, **told))
+        told = {name: each[name] for name in ("of", "name", "kind", "preset", "calls", "schedules", "seconds")}
+        whole = seconds.get(str(each["of"]), each["reference_seconds"])
+        rows.append(Row(films=values, reference_seconds=whole, **told))
     found = folder / "paths.jsonl"
     paths = [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
     about = json.loads((folder / "about.json").read_text())
