@@ -1,6 +1,8 @@
 """From what `step_cache_flipbook.py` wrote to a report that can be committed: Markdown, a page, the numbers.
 
-python tools/study/step_cache_report.py study docs/evidence/step-cache-flipbook
+python tools/study/step_cache_report.py study docs/evidence/step-cache-flipbook --package
+
+With --package the paths that it found and the rows of what they cost become those that ship.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import undercrank
 from undercrank.chart import chart
 from undercrank.metrics import METRICS, shown
+from undercrank.paths import Path as SearchedPath
 from undercrank.quality import distance_of
+from undercrank.records import Measurement
 from undercrank.rounding import Floor
 from undercrank.schedules import PRESETS
 from undercrank.sweep import Point, Sweep
@@ -259,15 +264,13 @@ def found(study: Study) -> Table:
 def conditions(study: Study) -> list[tuple[str, str]]:
     about = study.about
     films = f"{len(about['prompts'])} prompts, seeds {', '.join(map(str, about['seeds']))}"
-    searched_on = sorted({f"{p}, seed {s}" for each in study.paths for p, s in zip(each["prompts"], each["seeds"],
-                                                                                  strict=True)})  # fmt: skip
     prompt, seed, steps = about["curve_of"]
     return [
         ("model", f"flipbook, {about['dtype']}, {about['size']}x{about['size']}, {about['frames']} frames, guidance "
                   f"{about['guidance_scale']:g}"),
         ("machine", f"{about['device']}, torch {about['torch']}, diffusers {about['diffusers']}"),
         ("films", f"{films}: {'; '.join(about['prompts'])}"),
-        ("searched on", "; ".join(searched_on)),
+        ("searched on", "; ".join(searched_films(study))),
         ("curve", f"{prompt}, seed {seed}, {steps} steps"),
     ]  # fmt: skip
 
@@ -384,12 +387,74 @@ def write(study: Study, folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
+def as_measurements(study: Study) -> list[Measurement]:
+    """A row of the ledger for each searched path. The floor is that of the dtype of the runs, float32: two kernels."""
+    return [_measurement(study, row) for steps in study.counts for row in study.of(steps, "path")]
+
+
+def _measurement(study: Study, row: Row) -> Measurement:
+    about, steps = study.about, row.of
+    kernels = next(other for other in study.of(steps, "floor") if other.name == "math")
+    metrics = [name for name in METRICS if name in row.films]
+    count = len(row.films[metrics[0]])
+    assert row.seconds, "a row has a gain"
+    return Measurement(
+        id=f"flipbook-step_cache-searched-{row.preset}-{steps}",
+        family="flipbook",
+        lever="step_cache",
+        setting=f"searched {row.preset}",
+        source="measured",
+        machine=about["device"],
+        device=about["device"],
+        versions={"torch": about["torch"], "diffusers": about["diffusers"]},
+        width=about["size"],
+        height=about["size"],
+        num_frames=about["frames"],
+        num_inference_steps=steps,
+        dtype="float32",
+        n=count,
+        gain=round(statistics.fmean(row.reference_seconds) / row.seconds, 3),
+        distances={name: round(row.median(name), 7) for name in metrics},
+        floor={name: round(kernels.median(name), 9) for name in metrics},
+        ranges={name: _ends(name, row.films[name]) for name in metrics},
+        note=f"{row.calls} of {2 * steps} denoiser calls; time of {count} films in one batch, decoded; "
+        "docs/evidence/step-cache-flipbook/report.md",
+        prompts=tuple(about["prompts"]),
+        seeds=tuple(about["seeds"]),
+        floor_of="float32: attention by math against stock",
+        calibrated_on=tuple(searched_films(study)),
+    )
+
+
+def _ends(metric: str, values: list[float]) -> tuple[float, float]:
+    return METRICS[metric].nearest(values), METRICS[metric].furthest(values)
+
+
+def searched_films(study: Study) -> list[str]:
+    return sorted({f"{prompt}, seed {seed}" for path in study.paths
+                   for prompt, seed in zip(path["prompts"], path["seeds"], strict=True)})  # fmt: skip
+
+
+def package(study: Study) -> None:
+    """What ships with the package: the paths, and what each is known to cost."""
+    folder = Path(undercrank.__file__).parent / "evidence"
+    (folder / "paths").mkdir(exist_ok=True)
+    known = [SearchedPath.from_dict(each) for each in study.paths]
+    (folder / "paths" / "flipbook.jsonl").write_text("".join(path.to_json() + "\n" for path in known))
+    rows = "".join(row.to_json() + "\n" for row in as_measurements(study))
+    (folder / "step_cache.jsonl").write_text(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="the folder that the study wrote")
     parser.add_argument("report", type=Path, help="the folder to write to")
+    parser.add_argument("--package", action="store_true", help="also write the package's own paths and rows")
     args = parser.parse_args()
-    write(read(args.study), args.report)
+    study = read(args.study)
+    write(study, args.report)
+    if args.package:
+        package(study)
 
 
 if __name__ == "__main__":
