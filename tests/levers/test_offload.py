@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from undercrank import families
 from undercrank.ledger import Ledger
-from undercrank.levers import formats
+from undercrank.levers import formats, offload
+from undercrank.levers.decode import Decode
 from undercrank.levers.formats import FORMATS
 from undercrank.levers.offload import Offload
 from undercrank.load import load
@@ -132,3 +134,59 @@ def test_weights_that_are_not_resident_are_loaded_onto_the_host() -> None:
     with load(spec, row) as found:
         assert found.rig.device == "cuda:7"
         assert {str(weight.device) for weight in found.rig.pipe.transformer.parameters()} == {"cpu"}
+
+
+class Values:
+    """A tensor as far as sending it goes: there is no second device here."""
+
+    def __init__(self, where: str = "cpu") -> None:
+        self.where = where
+
+    def to(self, device: str, **_: Any) -> Values:
+        return Values(device)
+
+
+class Vae:
+    def __init__(self) -> None:
+        self.weights = [SimpleNamespace(data=Values()) for _ in range(3)]
+        self.fails = False
+
+    def parameters(self) -> list[Any]:
+        return self.weights[:2]
+
+    def buffers(self) -> list[Any]:
+        return self.weights[2:]
+
+    def encode(self, x: Values) -> list[str]:
+        if self.fails:
+            raise ZeroDivisionError
+        return [x.where, *(weight.data.where for weight in self.weights)]
+
+    decode = encode
+
+
+def test_under_group_a_vae_is_on_the_device_while_it_is_called_and_on_the_host_between() -> None:
+    vae = Vae()
+    before = [weight.data for weight in vae.weights]
+    with offload._whole_while_called(vae, "xpu"):
+        for call in (vae.encode, vae.decode):
+            assert call(Values()) == ["xpu"] * 4
+            assert [weight.data for weight in vae.weights] == before
+        vae.fails = True
+        with pytest.raises(ZeroDivisionError):
+            vae.decode(Values())
+        assert [weight.data for weight in vae.weights] == before
+    assert "decode" not in vars(vae)
+
+
+def test_decode_by_chunks_goes_together_with_group() -> None:
+    rig = Rig(tiny_pipeline("hunyuanvideo-1.5-480p"), families.family("hunyuanvideo-1.5-480p"), "cpu")
+    rig.pipe.set_progress_bar_config(disable=True)
+    inputs = lambda: tiny_inputs(rig.pipe, steps=2) | {"output_type": "pt"}  # noqa: E731
+    with Decode().engage(rig), rig.seams(), torch.no_grad():
+        with rig.call():
+            resident = rig.pipe(**inputs()).frames
+        with Offload(mode="group").engage(rig), rig.call():
+            moved = rig.pipe(**inputs()).frames
+            assert rig.counters == {"decode.films": 1}
+    assert torch.equal(resident, moved)

@@ -1,8 +1,8 @@
 """offload: weights wait on the host, and come to the device when they are needed.
 
 Does: loads the weights onto the host and lets diffusers move them: `model` brings each component whole and takes it
-away when the next one is called; `group` brings the denoiser block by block, the next one while one computes, and the
-other components layer by layer.
+away when the next one is called; `group` brings the denoiser block by block, the next one while one computes, the VAE
+whole for each decode, and the other components layer by layer.
 
 Promises: EXACT. The same weights meet the same inputs on the same device.
 
@@ -14,7 +14,8 @@ Measured: see `docs/levers/offload.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from undercrank import memory
 from undercrank.levers.formats import FORMATS
 from undercrank.records import BadInput, Case, Lever, LeverRefused, LoadSpec, Needs, Trace
-from undercrank.undo import kept
+from undercrank.undo import kept, swap_attr
 
 if TYPE_CHECKING:
     from undercrank.rig import Rig
@@ -127,12 +128,55 @@ def _by_model(rig: Rig) -> Iterator[None]:
 
 @contextmanager
 def _by_group(rig: Rig) -> Iterator[None]:
-    """On: blocks come to the device one by one. Off: all are on the host."""
+    """On: blocks come to the device one by one, a VAE whole while it is called. Off: all are on the host."""
     with _as_found(rig), ExitStack() as stack:
         for part in _parts(rig):
-            stack.callback(_unhook, part)
-            _hook(part, rig.device, is_denoiser=part in rig.denoisers)
+            if _is_vae(part):
+                stack.enter_context(_whole_while_called(part, rig.device))
+            else:
+                stack.callback(_unhook, part)
+                _hook(part, rig.device, is_denoiser=part in rig.denoisers)
         yield
+
+
+def _is_vae(part: Any) -> bool:
+    return hasattr(part, "encode") and hasattr(part, "decode")
+
+
+@contextmanager
+def _whole_while_called(vae: Any, device: str) -> Iterator[None]:
+    """`encode` and `decode` find their weights on the device. Layer by layer a decoder would send for them again for
+    each chunk of a film, and one that goes its own way through its layers would not send for them at all."""
+
+    def moved(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def on_device(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            with _sent(vae, device):
+                return call(tensor.to(device), *args, **kwargs)
+
+        return on_device
+
+    with ExitStack() as stack:
+        for name in ("encode", "decode"):
+            stack.enter_context(swap_attr(vae, name, moved(getattr(vae, name))))
+        if device.startswith("cuda"):
+            for tensor in (*vae.parameters(), *vae.buffers()):
+                tensor.data = tensor.data.pin_memory()
+        yield
+
+
+@contextmanager
+def _sent(part: Any, device: str) -> Iterator[None]:
+    """Copies of the weights on the device; those on the host stay where they are, and are the weights again after."""
+    tensors = [*part.parameters(), *part.buffers()]
+    on_host = [tensor.data for tensor in tensors]
+    try:
+        for tensor, values in zip(tensors, on_host, strict=True):
+            tensor.data = values.to(device, non_blocking=True)
+        yield
+    finally:
+        for tensor, values in zip(tensors, on_host, strict=True):
+            tensor.data = values
 
 
 @contextmanager
