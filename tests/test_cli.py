@@ -316,3 +316,8 @@ def test_bench_compares_two_sides_and_keeps_the_row_when_asked(undercrank) -> No
 
 def test_bench_refuses_what_plan_refuses(undercrank) -> None:
     refused(undercrank("bench", PROMPT, "--a", "host_synk=off"), 2, "host_sync")
+
+
+def test_the_package_can_be_run_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "undercrank", "levers"], capture_output=True, text=True, check=True)
+    assert "host_sync" in done.stdout

@@ -144,6 +144,7 @@ FLOORS = {
         "server.serve",
     ),
     8: ("cli",),
+    9: ("__main__",),
 }
 FLOOR_OF = {
     name if name == "undercrank" else f"undercrank.{name}": floor for floor, names in FLOORS.items() for name in names
