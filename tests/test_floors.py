@@ -115,6 +115,7 @@ FLOORS = {
         "sweep",
         "takes",
         "testing",
+        "tune",
         "worker",
     ),
     7: (
@@ -236,12 +237,12 @@ SAME_FLOOR = {
     ("fidelity", "rounding"),  # the floor beside a verdict
     ("fidelity", "takes"),
     ("fidelity", "bench"),  # what a ledger row of a run holds
+    ("sweep", "bench"),  # what a ledger row of a run holds
     ("sweep", "fidelity"),  # which films, and which not
     ("sweep", "rounding"),
     ("sweep", "takes"),
     ("chart", "rounding"),  # the floor is drawn
     ("chart", "sweep"),
-    ("report", "bench"),  # what a ledger row of a run holds
     ("report", "chart"),
     ("report", "rounding"),
     ("report", "sweep"),
@@ -250,6 +251,11 @@ SAME_FLOOR = {
     ("oneshot", "references"),  # a clip that is measured against another
     ("comparing", "report"),
     ("comparing", "sweep"),
+    ("comparing", "tune"),
+    ("tune", "fidelity"),  # which films, and which not
+    ("tune", "rounding"),
+    ("tune", "sweep"),  # settings on films beside the stock ones
+    ("tune", "takes"),
     ("comparing", "fidelity"),  # verify, on the command line
     ("comparing", "oneshot"),  # how the engine is imported there
     ("frames", "images"),

@@ -621,6 +621,14 @@ def test_rows_of_this_machine_outrank_those_of_others_of_its_kind(order: Order, 
     assert decision(plan(fidelity=word, rows=(*bad, elsewhere)), "crush").status is Status.DECLINED
 
 
+def test_of_this_machine_s_rows_those_of_such_a_run_speak_first(order: Order) -> None:
+    order(Lossy)
+    far_in_short_runs = tuple(own(id=f"short-{i}", num_inference_steps=8, distances={"lpips": 0.9}) for i in range(3))
+    assert "lpips 0.9" in decision(plan(fidelity="quality", rows=far_in_short_runs), "crush").reason
+    found = decision(plan(fidelity="quality", rows=(*far_in_short_runs, own())), "crush")
+    assert found.status is Status.APPLIED
+
+
 def test_a_denial_from_elsewhere_is_overruled_by_what_was_measured_on_this_machine(order: Order) -> None:
     order(Lossy)
     denial = a_row(id="denial", verdict="denied", distances={"lpips": 0.9})
@@ -698,6 +706,8 @@ def test_a_setting_that_was_measured_on_this_machine_may_be_chosen_though_the_le
     mine = replace(shipped, source="measured here", machine=SERVER.name)
     careful = graded("careful", 1.9, 0.09)
     assert decision(plan(fidelity="quality", rows=(careful, mine)), "graded").chosen == "searched"
+    other_run = replace(mine, num_inference_steps=8)
+    assert decision(plan(fidelity="quality", rows=(careful, other_run)), "graded").chosen == "careful"
     asked = plan(fidelity="quality", rows=(careful, mine), wishes=(("graded", "careful"),))
     assert decision(asked, "graded").chosen == "careful"
 

@@ -167,7 +167,7 @@ def test_seconds_of_a_machine_that_drifted_make_no_gain(monkeypatch: Any) -> Non
         name: SimpleNamespace(plan=SimpleNamespace(levers=on), trace=SimpleNamespace(peak_bytes=1))
         for name, on in levers.items()
     }
-    monkeypatch.setattr(report, "row_of", lambda report, **measured: measured)
+    monkeypatch.setattr(report, "as_row", lambda point, report, **measured: measured)
     gains = []
     for found in (steady, drifted):
         swept = replace(found, points=(a_point("base", kind="reference"), a_point("a", speed=2.0)))

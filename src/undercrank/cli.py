@@ -17,17 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from undercrank import __version__, families
-from undercrank.records import (
-    BadInput,
-    Cancelled,
-    Decision,
-    Fidelity,
-    NotFound,
-    Plan,
-    Request,
-    RunFailed,
-    UndercrankError,
-)
+from undercrank.records import BadInput, Cancelled, Fidelity, NotFound, Plan, Request, RunFailed, UndercrankError
 from undercrank.settings import settings
 
 app = typer.Typer(
@@ -370,6 +360,43 @@ def verify(
 
 
 @app.command()
+def tune(
+    model: Annotated[str, typer.Argument(help="Family id, hub id or folder.")] = "flipbook",
+    budget: Annotated[float | None, typer.Option("--budget", help="The furthest from stock, by the metric.")] = None,
+    target_speedup: Annotated[float | None, typer.Option("--target-speedup", help="Or: how many times faster.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="To end within, loading included.")] = 900,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="What to film; again for more.")] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="A film of each prompt with each seed.")] = "1",
+    metric: Annotated[str | None, typer.Option("--metric", help="The distance; st_lpips_alex if left out.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what the ledger knows.")] = False,
+    negative_prompt: Negative = None, image: ImageFile = None, size: Size = None, frames: Frames = None,
+    steps: Steps = None, guidance: Guidance = None, fidelity: FidelityWord = "quality", lever: Levers = None,
+    device: DeviceName = None, dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False,
+    local_files_only: LocalOnly = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Measure what levers gain and cost on this machine, within a time; keep the rows; choose a plan."""
+    from undercrank.comparing import run_tune
+    from undercrank.words import as_seeds
+
+    asked = _request(None, model, negative_prompt, image, size, frames, None, steps, guidance, 1, fidelity, lever,
+                     device, dtype)  # fmt: skip
+    run_tune(
+        asked,
+        metric=metric,
+        budget=budget,
+        target_speedup=target_speedup,
+        seconds=seconds,
+        prompts=tuple(prompt or ()),
+        seeds=as_seeds(seeds),
+        again=again,
+        allow_pickle=allow_pickle,
+        local_files_only=local_files_only,
+        as_json=as_json,
+        on_cancellable=_stop_on_signal,
+    )
+
+
+@app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="Family id, hub id or folder.")] = "flipbook",
     prompt: Annotated[str | None, typer.Option("--prompt", help="What to film.")] = None,
@@ -625,24 +652,21 @@ def _given_options(context: typer.Context) -> frozenset[str]:
 
 def _plan_in_words(plan: Plan) -> str:
     """The decisions, one line each, and what to expect."""
+    from undercrank.screen import cited
+
     request, expected = plan.request, plan.expected
     lines = [
         f"{plan.load.family} from {plan.load.source}, {plan.load.dtype} on {plan.load.device}",
         f"{request.width}x{request.height}, {request.num_frames} frames at {request.fps} fps, "
         f"{request.num_inference_steps} steps, guidance {request.guidance_scale:g}, fidelity {request.fidelity.value}",
         f"promise: {plan.promise.value}",
-        *(f"  {d.lever}: {d.chosen} ({d.status.value}) - {d.reason}{_cited(d)}" for d in plan.decisions),
+        *(f"  {d.lever}: {d.chosen} ({d.status.value}) - {d.reason}{cited(d.evidence)}" for d in plan.decisions),
         f"time:   {_seconds(expected.seconds)} ({expected.seconds_basis})",
         f"memory: {_gib(expected.peak_bytes)} ({expected.memory_basis})",
         *(f"  {stage}: {_gib(count)}" for stage, count in expected.stage_peak_bytes.items()),
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
-
-
-def _cited(decision: Decision) -> str:
-    """The rows behind a decision, as `undercrank ledger show` takes them."""
-    return f" [{', '.join(decision.evidence)}]" if decision.evidence else ""
 
 
 def _seconds(value: float | None) -> str:

@@ -1,18 +1,32 @@
-"""What `compare`, `verify` and `bench --sweep` show: distances with units, direction and floor; promises kept."""
+"""What `compare`, `verify`, `bench --sweep` and `tune` show: distances with units and floor; promises kept; a front."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from undercrank import screen
-from undercrank.ledger import append
+from undercrank.ledger import append, read_ledger
 from undercrank.metrics import METRICS, metric_named, shown
 from undercrank.oneshot import OnCancellable, calm_threads
-from undercrank.records import BadInput, Distance, FidelityReport, Promise, Request, RunFailed
+from undercrank.records import (
+    BadInput,
+    Cancelled,
+    Distance,
+    Fidelity,
+    FidelityReport,
+    Plan,
+    Promise,
+    Request,
+    RunFailed,
+    Status,
+)
 
 if TYPE_CHECKING:
     from undercrank.fidelity import Study, Verdict, Verification
+    from undercrank.tune import Tuning
 
 KINDS = ("auto", "frames", "latents")
 
@@ -212,6 +226,89 @@ def run_sweep(
         screen.say(sentence)
     for file in files:
         screen.put(str(file))
+
+
+# --------------------------------------------------------------------------- tune
+
+
+def run_tune(
+    request: Request,
+    *,
+    metric: str | None,
+    budget: float | None,
+    target_speedup: float | None,
+    seconds: float,
+    prompts: tuple[str, ...],
+    seeds: tuple[int, ...],
+    again: bool,
+    allow_pickle: bool,
+    local_files_only: bool,
+    as_json: bool,
+    on_cancellable: OnCancellable,
+) -> None:
+    """Measure, print the front and what was chosen. Raises RunFailed where nothing that was measured meets the goal,
+    and Cancelled after a cancel, both after all was printed."""
+    with calm_threads():
+        from undercrank.engine import Engine
+        from undercrank.tune import Goal, tune
+
+    goal = Goal.of(metric, budget, target_speedup, request.fidelity)
+    with (
+        Engine(allow_pickle=allow_pickle, local_files_only=local_files_only) as engine,
+        on_cancellable(engine.cancel),
+    ):
+        found = tune(engine, request, goal, seconds=seconds, prompts=prompts, seeds=seeds, again=again, tell=screen.say)
+        engine.ledger = read_ledger()
+        plans = {word: engine.plan(replace(request, fidelity=word, seed=1)) for word in list(Fidelity)[1:]}
+    if as_json:
+        screen.print_json(
+            {"event": "done", "tuning": found.to_dict(), "plans": {word: p.to_dict() for word, p in plans.items()}}
+        )
+    else:
+        _print_tuning(found, plans)
+    if found.ended == "cancelled":
+        raise Cancelled("cancelled; what was measured is kept, and the next run goes on from there")
+    if not found.chosen:
+        raise RunFailed(
+            f"nothing that was measured is {goal.speed:g}x as fast: the fastest is "
+            f"{max((t.speed for t in found.tried), default=1.0):.2f}x"
+        )
+
+
+def _print_tuning(found: Tuning, plans: Mapping[Fidelity, Plan]) -> None:
+    screen.put(
+        f"{found.family}, {found.dtype} on {found.device}, {found.width}x{found.height}, {found.num_frames} frames, "
+        f"{found.num_inference_steps} steps"
+    )
+    screen.put(f"prompts: {'; '.join(found.prompts)}; seeds: {', '.join(map(str, found.seeds))}")
+    metric = metric_named(found.goal.metric)
+    headings = ("setting", "times as fast", metric.title, "first forward", "peak, GiB", "on the front", "row")
+    rows = [
+        (
+            each.label,
+            f"{each.speed:.2f}",
+            shown(each.value(metric.name)),
+            shown(each.value("one_forward")),
+            "-" if each.peak_bytes is None else f"{each.peak_bytes / 2**30:.2f}",
+            "yes" if each.label in found.front else "",
+            f"{each.row}{' (known)' if each.was_known else ''}",
+        )
+        for each in sorted(found.tried, key=lambda each: -each.speed)
+    ]
+    screen.table(headings, rows)
+    for line in found.left_out:
+        screen.say(f"left out: {line}")
+    for each in found.tried:
+        for complaint in each.complaints:
+            screen.say(f"{each.label}: {complaint}")
+    how = {"complete": "all settings are measured", "time": "the time is up; another run goes on from here"}
+    screen.put(f"{how.get(found.ended, found.ended)} ({found.seconds:.0f} s)")
+    if found.chosen:
+        options = " ".join(f"--lever {knob}={value}" for knob, value in found.wishes) or "no lever"
+        screen.put(f"chosen: {found.chosen}: {options}")
+    for word, plan in plans.items():
+        on = [f"{d.lever} {d.chosen}{screen.cited(d.evidence)}" for d in plan.decisions if d.status is Status.APPLIED]
+        screen.put(f"--fidelity {word.value} is now: {'; '.join(on) or 'no lever'}")
 
 
 def read_prompts(text: str | None) -> tuple[str, ...]:

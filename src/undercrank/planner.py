@@ -393,9 +393,10 @@ def _measured_choices(cls: type[Lever], case: Case, ledger: Ledger, besides: tup
     """Further settings of the lever's own grid whose distance was measured on this machine."""
     known = {choice.setting for choice in besides}
     for wishes in cls.grid(case.num_inference_steps):
-        choice = cls.from_wish(dict(wishes))
+        choice = cls.from_wish(dict(wishes)).choices(case)[0]
         rows = ledger.of_lever(cls.name, case, choice.setting)
-        if choice.setting not in known and any(is_own(row, case) for row in _measured(rows)):
+        own = [row for row in _measured(rows) if is_own(row, case)]
+        if choice.setting not in known and any(row.num_inference_steps == case.num_inference_steps for row in own):
             yield choice
 
 
@@ -538,8 +539,14 @@ def is_own(row: Measurement, case: Case) -> bool:
 
 
 def _own_first(rows: Sequence[Measurement], case: Case) -> Sequence[Measurement]:
-    """What was measured on this machine outranks what was measured on others of its kind."""
-    return [row for row in rows if is_own(row, case)] or rows
+    """What was measured on this machine outranks what was measured on others of its kind; of that, what was measured in
+    just such a run outranks other sizes and numbers of steps."""
+    own = [row for row in rows if is_own(row, case)]
+    return [row for row in own if _run_of(row) == _run_of(case)] or own or rows
+
+
+def _run_of(shape: Measurement | Case) -> tuple[int, int, int, int]:
+    return shape.width, shape.height, shape.num_frames, shape.num_inference_steps
 
 
 def measured_identical(rows: tuple[Measurement, ...], case: Case) -> bool:

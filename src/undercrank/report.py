@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from undercrank.bench import row_of
 from undercrank.chart import chart, numbered
 from undercrank.metrics import metric_named, shown
 from undercrank.records import Distance, Measurement
 from undercrank.rounding import Floor, floors_in_words, medians
-from undercrank.sweep import Point, Reel, Sample, Sweep, axes, beats_rival, gates
+from undercrank.sweep import Point, Reel, Sample, Sweep, as_row, axes, beats_rival, gates
 from undercrank.takes import spread
 from undercrank.video import appears_whole, write_thumbnail
 
@@ -186,21 +185,16 @@ def _as_row(point: Point, reel: Reel) -> Measurement | None:
     apart = [lever for lever in report.plan.levers if lever.name not in always]
     if len(apart) != 1:  # a row speaks of one lever
         return None
-    low, high = point.loop_range_s
-    return row_of(
+    return as_row(
+        point,
         report,
         lever=apart[0].name,
-        n=len(found.prompts) * len(found.seeds),
-        step_ms=point.loop_s / point.steps * 1000,
-        spread_ms=(high - low) / 2 / point.steps * 1000,
-        peak_bytes=report.trace.peak_bytes,
         gain=point.speed if found.is_steady else None,
-        distances={d.metric: d.value for d in point.distances if d.value is not None},
+        n=len(found.prompts) * len(found.seeds),
         floor=medians(found.floors, found.dtype),
         note=f"sweep: {point.label}; {point.calls:g} denoiser calls",
         prompts=found.prompts,
         seeds=found.seeds,
-        ranges={d.metric: both for d in point.distances if (both := spread(d)) is not None},
         floor_of=floors_in_words(found.floors, found.dtype),
         calibrated_on=(found.set_up,),
     )

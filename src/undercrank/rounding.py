@@ -60,12 +60,12 @@ def measure_floors(
 ) -> tuple[Floor, ...]:  # fmt: skip
     """Both kinds of floor for these stock takes. A kind that cannot be had here says why in `missing`."""
     return (
-        _floor_of_kernels(engine, takes, names, device, tell),
+        floor_of_kernels(engine, takes, names, device, tell),
         _floor_of_format(engine, takes, names, device, tell),
     )
 
 
-def _floor_of_kernels(
+def floor_of_kernels(
     engine: Engine, takes: Sequence[Take], names: Sequence[str] | None, device: str, tell: Tell
 ) -> Floor:
     dtype = str(takes[0].request.dtype)

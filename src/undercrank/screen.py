@@ -125,6 +125,11 @@ def _write(line: str, stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def cited(rows: Sequence[str]) -> str:
+    """The rows behind a decision, as `undercrank ledger show` takes them."""
+    return f" [{', '.join(rows)}]" if rows else ""
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
     """A table on standard output, as wide as the terminal, or unwrapped in a pipe."""
     grid = Table(*headings, title=title, box=None, header_style="bold", pad_edge=False)

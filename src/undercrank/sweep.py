@@ -11,18 +11,30 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from undercrank import families
+from undercrank.bench import row_of
 from undercrank.engine import Engine
 from undercrank.fidelity import films_of, refuse_overlap
 from undercrank.levers import ORDER, lever_of_knob
 from undercrank.metrics import GATES, METRICS
 from undercrank.prompts import SET_UP_SEED, prompts_for, set_up_prompt
-from undercrank.records import BadInput, Distance, FidelityReport, LeverRefused, Record, Report, Request, Trace
+from undercrank.records import (
+    BadInput,
+    Distance,
+    FidelityReport,
+    LeverRefused,
+    Measurement,
+    Record,
+    Report,
+    Request,
+    Trace,
+)
 from undercrank.rounding import Floor, Tell, beside, measure_floors, stock
-from undercrank.takes import Take, compare_takes, take, together
+from undercrank.takes import Take, compare_takes, spread, take, together
 
 MOST_DRIFT = 0.1
 "Of the seconds of one film, from the beginning of a sweep to its end."
@@ -148,11 +160,11 @@ def sweep(
     refuse_overlap(films, set_up)
     known = engine.ledger.is_calibrated(family.id, str(base.dtype))
     notes = ("calibrated on this machine before, on films that are not recorded",) if known else ()
-    studio = _Studio(engine, films, set_up, names, tell)
+    studio = Studio(engine, films, set_up, names, tell)
 
     grid, refused = _possible(engine, base, grid)
     reference = studio.reference()
-    settings = [studio.film(in_words(wishes), "setting", _with(base, wishes)) for wishes in grid]
+    settings = [studio.film(in_words(wishes), "setting", with_wishes(base, wishes)) for wishes in grid]
     plain = [studio.film(f"{n} steps", "steps", replace(base, num_inference_steps=n)) for n in rivals(settings, base)]
     floors = measure_floors(engine, studio.references, names=names, device=studio.device, tell=tell)
     points = [reference, *settings, *plain]
@@ -192,7 +204,7 @@ def _possible(engine: Engine, base: Request, grid: Sequence[Wishes]) -> tuple[li
     possible, refused = [], []
     for wishes in grid:
         try:
-            engine.plan(_with(base, wishes))
+            engine.plan(with_wishes(base, wishes))
             possible.append(wishes)
         except LeverRefused as error:
             refused.append(f"left out: {in_words(wishes)}: {error}")
@@ -201,7 +213,7 @@ def _possible(engine: Engine, base: Request, grid: Sequence[Wishes]) -> tuple[li
     return possible, refused
 
 
-class _Studio:
+class Studio:
     """Films points against the references that it keeps."""
 
     def __init__(
@@ -298,6 +310,22 @@ def _stills(film: Take, count: int = 4) -> np.ndarray:
     return film.frames_FCHW[list(at)].permute(0, 2, 3, 1).numpy()
 
 
+def as_row(point: Point, report: Report, *, lever: str | None, gain: float | None, **measured: Any) -> Measurement:
+    """The ledger row of a setting over all films: what it took, and how far it moved them."""
+    low, high = point.loop_range_s
+    return row_of(
+        report,
+        lever=lever,
+        step_ms=point.loop_s / point.steps * 1000,
+        spread_ms=(high - low) / 2 / point.steps * 1000,
+        peak_bytes=report.trace.peak_bytes,
+        gain=gain,
+        distances={d.metric: d.value for d in point.distances if d.value is not None},
+        ranges={d.metric: both for d in point.distances if (both := spread(d)) is not None},
+        **measured,
+    )
+
+
 # --------------------------------------------------------------------------- what is swept
 
 
@@ -337,7 +365,7 @@ def off_but(request: Request, wishes: Wishes) -> Request:
     return replace(request, wishes=(*wishes, *others))
 
 
-def _with(base: Request, wishes: Wishes) -> Request:
+def with_wishes(base: Request, wishes: Wishes) -> Request:
     """The base with these wishes in place of what it says of the same levers."""
     named = {lever_of_knob(knob) for knob, _ in wishes}
     kept = [wish for wish in base.wishes if lever_of_knob(wish[0]) not in named]
@@ -379,10 +407,22 @@ def beats_rival(point: Point, found: Sweep, metric: str) -> bool | None:
     return None if own is None or other is None else METRICS[metric].further(other, own)
 
 
-def front(points: Sequence[Point], metric: str, axis: str = "speed") -> list[Point]:
+class Placed(Protocol):
+    """What has a place between speed and distance."""
+
+    @property
+    def speed(self) -> float: ...
+
+    def value(self, metric: str) -> float | None: ...
+
+
+P = TypeVar("P", bound=Placed)
+
+
+def front(points: Sequence[P], metric: str, axis: str = "speed") -> list[P]:
     """The settings that no other one beats in speed (or `fewer_calls`) and distance both, slow to fast."""
     known = [point for point in points if point.value(metric) is not None]
-    best: list[Point] = []
+    best: list[P] = []
     for point in sorted(known, key=lambda p: -float(getattr(p, axis))):
         value = point.value(metric)
         assert value is not None
