@@ -314,6 +314,34 @@ def test_bench_compares_two_sides_and_keeps_the_row_when_asked(undercrank) -> No
     assert row["id"] in undercrank("plan", PROMPT, *SMALL, "--json")[1] or row["device"]
 
 
+def test_bench_names_two_plans(undercrank) -> None:
+    sides = ["--a", "fidelity=faithful", "--b", "fidelity=quality,transformer_cache_quality=balanced"]
+    code, out, _ = undercrank("bench", PROMPT, *SMALL, *sides, "--pairs", "1", "--quick", "--json")
+    found = json.loads(out)["comparison"]
+    assert code == 0 and found["a"] == "every lever auto (fidelity faithful)"
+    assert found["b"] == "transformer_cache_quality=balanced (fidelity quality)"
+    refused(undercrank("bench", PROMPT, "--a", "fidelity=fine"), 2, "choose exact, faithful")
+
+
+def test_bench_refuses_a_companion_that_cannot_be_had_with_those_that_can(undercrank) -> None:
+    parts = "transformer_quant=nvfp4,vae_quant=fp8"
+    refused(undercrank("bench", PROMPT, "--companions", "--b", parts), 3, "nvfp4", "can be had: vae_quant")
+    refused(undercrank("bench", PROMPT, "--companions", "--sweep", "host_sync"), 2, "--companions")
+
+
+def test_bench_takes_a_denied_setting_where_that_is_allowed(undercrank) -> None:
+    row = {
+        "id": "no", "family": "flipbook", "lever": "quantize", "setting": "transformer=int8", "source": "measured",
+        "machine": "m", "device": "d", "versions": {}, "width": 64, "height": 64, "num_frames": 5,
+        "num_inference_steps": 4, "dtype": "float32", "n": 1, "verdict": "denied",
+    }  # fmt: skip
+    Path(os.environ["UNDERCRANK_LEDGER"]).write_text(json.dumps(row) + "\n")
+    asked = ["bench", PROMPT, *SMALL, "--b", "transformer_quant=int8", "--pairs", "1", "--quick"]
+    refused(undercrank(*asked), 3, "denied by what was measured", "--allow-denied")
+    code, out, _ = undercrank(*asked, "--allow-denied")
+    assert code == 0 and "run 2 B" in out
+
+
 def test_bench_refuses_what_plan_refuses(undercrank) -> None:
     refused(undercrank("bench", PROMPT, "--a", "host_synk=off"), 2, "host_sync")
 

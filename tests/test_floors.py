@@ -105,6 +105,7 @@ FLOORS = {
         "calibrate",
         "searching",
         "chart",
+        "companions",
         "comparing",
         "fidelity",
         "lab",
@@ -249,6 +250,10 @@ SAME_FLOOR = {
     ("report", "takes"),
     ("references", "bench"),  # what is compared of a clip
     ("oneshot", "references"),  # a clip that is measured against another
+    ("companions", "bench"),
+    ("companions", "oneshot"),  # how the engine is imported there
+    ("companions", "lab"),
+    ("companions", "references"),
     ("comparing", "report"),
     ("comparing", "sweep"),
     ("comparing", "tune"),

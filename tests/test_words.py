@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undercrank.records import BadInput
-from undercrank.words import as_fps, as_size, as_wishes
+from undercrank.records import BadInput, Fidelity
+from undercrank.words import as_fps, as_side, as_size, as_wishes
 
 
 @pytest.mark.parametrize("text", ["832x480", "832X480", " 832 x 480 ", "832\u00d7480", "832*480"])
@@ -89,3 +89,30 @@ def test_what_is_no_pair_is_refused_with_an_example(pair: str) -> None:
     with pytest.raises(BadInput, match="write NAME=VALUE, such as host_sync=off") as caught:
         as_wishes([pair])
     assert caught.value.field == "lever"
+
+
+def test_a_side_is_a_fidelity_word_and_levers_divided_by_commas() -> None:
+    assert as_side(["fidelity=faithful"]) == (Fidelity.FAITHFUL, ())
+    assert as_side(["fidelity=quality,transformer_cache_quality=balanced"]) == (
+        Fidelity.QUALITY,
+        (("transformer_cache_quality", "balanced"),),
+    )
+    assert as_side(["host_sync=off, compile=on", "decode=off"], Fidelity.FAST) == (
+        Fidelity.FAST,
+        (("host_sync", "off"), ("compile", "on"), ("decode", "off")),
+    )
+    assert as_side([]) == (Fidelity.FAITHFUL, ())
+
+
+@pytest.mark.parametrize(
+    ("side", "match"),
+    [
+        (["fidelity=fine"], "fidelity 'fine': choose exact"),
+        (["fidelity=fast", "fidelity=exact"], "given twice"),
+        (["host_sync"], "write NAME=VALUE"),
+        (["fidelity=fast,=on"], "write NAME=VALUE"),
+    ],
+)
+def test_a_side_that_cannot_be_read_is_refused(side: list[str], match: str) -> None:
+    with pytest.raises(BadInput, match=match):
+        as_side(side)

@@ -225,8 +225,9 @@ def audit(
 @app.command()
 def bench(
     prompt: PromptArg = "a red ring moves left on a navy background", model: Model = "flipbook",
-    a: Annotated[list[str] | None, typer.Option("--a", metavar="NAME=VALUE", help="Levers of side A.")] = None,
-    b: Annotated[list[str] | None, typer.Option("--b", metavar="NAME=VALUE", help="Levers of side B.")] = None,
+    a: Annotated[list[str] | None, typer.Option("--a", metavar="NAME=VALUE", help="Side A: fidelity, levers.")] = None,
+    b: Annotated[list[str] | None, typer.Option("--b", metavar="NAME=VALUE", help="Side B: fidelity, levers.")] = None,
+    companions: Annotated[bool, typer.Option("--companions", help="Each part of side B alone, then all.")] = False,
     pairs: Annotated[int, typer.Option("--pairs", help="Timed runs of each side, in the order A B B A.")] = 2,
     keep: Annotated[bool, typer.Option("--keep", help="Write the row into this machine's ledger.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="No untimed runs for floor, waits, kernels.")] = False,
@@ -239,20 +240,27 @@ def bench(
     metric: Annotated[list[str] | None, typer.Option("--metric", help="Of a sweep: only this distance.")] = None,
     negative_prompt: Negative = None, image: ImageFile = None, size: Size = None, frames: Frames = None,
     steps: Steps = None, guidance: Guidance = None, seed: Seed = 1, fidelity: FidelityWord = "faithful",
-    device: DeviceName = None, dtype: Dtype = None, as_json: AsJson = False, allow_pickle: Pickles = False,
-    local_files_only: LocalOnly = False, debug: Debug = False,
+    device: DeviceName = None, dtype: Dtype = None, allow_denied: AllowDenied = False, as_json: AsJson = False,
+    allow_pickle: Pickles = False, local_files_only: LocalOnly = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Time levers against each other on the same seed, in both orders, and compare the films."""
     from undercrank import oneshot
-    from undercrank.words import as_seeds, as_wishes
+    from undercrank.words import as_seeds, as_side
 
     asked = _request(prompt, model, negative_prompt, image, size, frames, None, steps, guidance, seed, fidelity, None,
                      device, dtype)  # fmt: skip
+    asked = replace(asked, allow_denied=allow_denied)
+    side_a, side_b = (
+        replace(asked, fidelity=word, wishes=wishes)
+        for word, wishes in (as_side(side or [], asked.fidelity) for side in (a, b))
+    )
+    if sweep and companions:
+        raise BadInput("--sweep compares settings, --companions the parts of side B: take one", field="companions")
     if sweep:
         from undercrank.comparing import read_prompts, run_sweep
 
         run_sweep(
-            replace(asked, wishes=as_wishes(a or [])),
+            side_a,
             swept=tuple(sweep),
             prompts=read_prompts(prompts),
             seeds=as_seeds(seeds),
@@ -265,9 +273,12 @@ def bench(
             on_cancellable=_stop_on_signal,
         )
         return
-    sides = (replace(asked, wishes=as_wishes(a or [])), replace(asked, wishes=as_wishes(b or [])))
-    oneshot.run_bench(
-        *sides,
+    run: Callable[..., None] = oneshot.run_bench
+    if companions:
+        from undercrank.companions import run_companions as run
+    run(
+        side_a,
+        side_b,
         pairs=pairs,
         keep=keep,
         look=not quick,

@@ -479,6 +479,12 @@ def _decide_choice(
     return lever, answer(Status.APPLIED, reason, rows)
 
 
+def doubts(plan: Plan, family: Family, machine: Machine) -> dict[str, str]:
+    """Why levers that are on in a plan would not be by themselves here, by their names."""
+    case = case_of(plan.request, family, machine, machine.device(plan.load.device), plan.load)
+    return {lever.name: doubt for lever in plan.levers if (doubt := lever.doubt(case)) is not None}
+
+
 def _is_off(cls: type[Lever], wishes: dict[str, str], explicit: dict[str, str]) -> bool:
     """The first knob stands for the lever, unless each knob speaks of a thing of its own."""
     knobs_of = cls.knobs or (cls.name,)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,9 +20,9 @@ from undercrank import families
 from undercrank.engine import Engine
 from undercrank.fidelity import films_of, refuse_overlap
 from undercrank.ledger import HERE, append
-from undercrank.levers import ORDER, lever_of_knob
+from undercrank.levers import ORDER, group_of, lever_of_knob
 from undercrank.metrics import METRICS, QUICK, metric_named, shown
-from undercrank.planner import BOUNDS, NOISE, case_of
+from undercrank.planner import BOUNDS, NOISE, doubts
 from undercrank.prompts import SET_UP_SEED, prompts_for, set_up_prompt
 from undercrank.quality import EQUAL_DB
 from undercrank.records import (
@@ -332,7 +332,7 @@ class _Walk:
         fit = [t for t in self.tried if t.speed > 1 + NOISE and self.goal.allows(t.value(self.goal.metric))]
         groups: dict[str, Tried] = {}
         for each in sorted(fit, key=lambda each: -each.speed):
-            groups.setdefault(_group_of(each.wishes), each)
+            groups.setdefault(group_of(each.wishes[0][0]), each)
         found = list(groups.values())
         if self.goal.speed is not None:
             metric = METRICS[self.goal.metric]
@@ -364,13 +364,11 @@ class _Walk:
             plan = self._engine.plan(with_wishes(self.base, candidate.wishes))
         except (LeverRefused, BadInput) as error:
             return str(error)
-        device = self._engine.machine.device(plan.load.device)
-        case = case_of(plan.request, self._family, self._engine.machine, device, self._load)
         lever = next((each for each in plan.levers if type(each) is candidate.lever), None)
         if lever is None:
             return "it has no effect here"
         candidate.setting = lever.setting
-        return lever.doubt(case)
+        return doubts(plan, self._family, self._engine.machine).get(lever.name)
 
     def _try(self, candidate: _Candidate, lever: str) -> Tried | None:
         """Measure a setting, or remember it. None: it could not be measured, and `left_out` says why."""
@@ -507,14 +505,6 @@ def _tried(row: Measurement, candidate: _Candidate, *, was_known: bool = False) 
         row=row.id,
         was_known=was_known,
     )
-
-
-def _group_of(wishes: Iterable[tuple[str, str]]) -> str:
-    """What cannot be had twice: a lever, or one knob of a lever whose knobs speak of different things."""
-    knob = next(iter(wishes))[0]
-    lever = lever_of_knob(knob)
-    assert lever is not None
-    return knob if lever.apart else lever.name
 
 
 def _nothing(metric: str) -> dict[str, float]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
-from undercrank.records import BadInput
+from undercrank.records import BadInput, Fidelity
 
 
 def as_size(text: str | None) -> tuple[int | None, int | None]:
@@ -49,3 +49,18 @@ def as_wishes(pairs: Iterable[str]) -> tuple[tuple[str, str], ...]:
             raise BadInput(f"lever {pair!r}: write NAME=VALUE, such as host_sync=off", field="lever")
         wishes.append((knob.strip(), value.strip()))
     return tuple(wishes)
+
+
+def as_side(
+    pairs: Iterable[str], fidelity: Fidelity = Fidelity.FAITHFUL
+) -> tuple[Fidelity, tuple[tuple[str, str], ...]]:
+    """["fidelity=quality,transformer_cache_quality=balanced"] -> the word, and the lever wishes beside it.
+
+    Several in one text are divided by commas. fidelity: the word where none is given.
+    """
+    each = [part for pair in pairs for part in pair.split(",") if part.strip()]
+    wishes = as_wishes(each)
+    words = [value for knob, value in wishes if knob == "fidelity"]
+    if len(words) > 1:
+        raise BadInput(f"fidelity is given twice: {', '.join(words)}", field="fidelity")
+    return Fidelity.of(words[0]) if words else fidelity, tuple(wish for wish in wishes if wish[0] != "fidelity")

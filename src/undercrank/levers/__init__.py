@@ -15,7 +15,7 @@ from undercrank.levers.offload import Offload
 from undercrank.levers.quantize import Quantize
 from undercrank.levers.step_cache import StepCache
 from undercrank.levers.text_trim import TextTrim
-from undercrank.records import Lever
+from undercrank.records import BadInput, Lever
 
 ORDER: tuple[type[Lever], ...] = (
     Quantize,  # at load, before weights are placed: whatever moves, reads or compiles them finds them as they are
@@ -35,6 +35,14 @@ ORDER: tuple[type[Lever], ...] = (
 def lever_of_knob(knob: str) -> type[Lever] | None:
     """The lever that a request's knob speaks of."""
     return next((lever for lever in ORDER if knob in (lever.knobs or (lever.name,))), None)
+
+
+def group_of(knob: str) -> str:
+    """What cannot be had twice: the lever of a knob, or the knob itself where each speaks of a thing of its own."""
+    lever = lever_of_knob(knob)
+    if lever is None:
+        raise BadInput(f"no lever has a knob {knob!r}: see undercrank levers", field=knob)
+    return knob if lever.apart else lever.name
 
 
 def knobs() -> tuple[str, ...]:
