@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from undercrank import cli
+from undercrank.records import Device, Machine
 from undercrank.video import probe, read_frames, read_recipe
 
 SMALL = ["--size", "64x64", "--frames", "5", "--steps", "2"]
@@ -240,6 +241,26 @@ def test_plan_names_the_rows_behind_a_decision(undercrank, monkeypatch) -> None:
     assert rows["quantize"] and all(row.startswith("cpu-flipbook") for row in rows["quantize"])
     line = next(line for line in undercrank("plan", PROMPT)[1].splitlines() if line.startswith("  quantize:"))
     assert line.endswith(f"[{', '.join(rows['quantize'])}]")
+
+
+@pytest.mark.parametrize("command", ["plan", "generate", "bench"])
+@pytest.mark.parametrize(
+    ("capability", "word", "line"),
+    [
+        ((10, 0), "nvfp4", 'needs the package torchao: pip install "torchao>=0.18,<0.19"'),
+        ((9, 0), "mxfp8", "needs a GPU of capability 10.0 or later, which multiplies mxfp8: choose int8 here"),
+        ((8, 0), "fp8", "needs a GPU of capability 8.9 or later, which multiplies float8: choose int8 here"),
+    ],
+)
+def test_a_format_that_cannot_be_had_ends_with_3_and_the_line_to_type(
+    undercrank, monkeypatch, command, capability, word, line
+) -> None:
+    gpu = Device(kind="cuda", name="a GPU", capability=capability, total_bytes=180 << 30, free_bytes=180 << 30)
+    machine = Machine(name="m", devices=(gpu,), cpu_count=2)
+    for module in ("machine", "oneshot"):
+        monkeypatch.setattr(f"undercrank.{module}.this_machine", lambda: machine)
+    option = "--b" if command == "bench" else "--lever"
+    refused(undercrank(command, PROMPT, option, f"transformer_quant={word}"), 3, line)
 
 
 def test_plan_in_words_names_time_and_memory(undercrank) -> None:

@@ -31,12 +31,12 @@ def test_a_field_of_every_kind_arrives() -> None:
     fields: dict[str, Any] = {
         "negative_prompt": "blue", "size": "160x96", "num_frames": 9, "fps": "24000/1001", "num_inference_steps": 7,
         "guidance_scale": 4.5, "guidance_scale_2": 3, "flow_shift": "8", "seed": 12, "fidelity": "exact",
-        "host_sync": "off",
+        "host_sync": "off", "allow_denied": "true",
     }  # fmt: skip
     assert asked(**fields) == Request(
         prompt="x", negative_prompt="blue", width=160, height=96, num_frames=9, fps=Fraction(24000, 1001),
         num_inference_steps=7, guidance_scale=4.5, guidance_scale_2=3.0, flow_shift=8.0,
-        seed=12, fidelity="exact", wishes=(("host_sync", "off"),),
+        seed=12, fidelity="exact", wishes=(("host_sync", "off"),), allow_denied=True,
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from starlette.testclient import TestClient
 from tests.server.conftest import ASKED, Hand, error
 from undercrank import planner
 from undercrank.jobs import JobError, Limits, Store
-from undercrank.records import Request
+from undercrank.ledger import append
+from undercrank.records import Measurement, Request
 from undercrank.server.studio import Studio
 from undercrank.shelf import live_picture
 
@@ -88,6 +89,26 @@ def test_what_cannot_be_made_is_refused_at_once_by_name(
     assert answer.status_code == status, answer.text
     assert error(answer)["param"] == param and says in error(answer)["message"]
     assert client.get("/v1/videos").json()["data"] == []
+
+
+def test_a_denied_setting_is_refused_with_its_figures_unless_that_is_allowed(client: TestClient) -> None:
+    append(
+        Measurement(
+            id="no", family="flipbook", lever="quantize", setting="transformer=int8", source="measured", machine="m",
+            device="d", versions={}, width=64, height=64, num_frames=5, num_inference_steps=4, dtype="float32", n=1,
+            gain=1.01, distances={"lpips": 0.4}, verdict="denied",
+        )
+    )  # fmt: skip
+    wish = ASKED | {"transformer_quant": "int8"}
+    for path in ("/v1/plan", "/v1/videos"):
+        answer = client.post(path, json=wish)
+        assert answer.status_code == 409 and error(answer)["code"] == "lever_refused"
+        assert "denied by what was measured: 1.01x, lpips 0.4 on d (no)" in error(answer)["message"]
+    video = client.post("/v1/videos", json=wish | {"allow_denied": True}).json()
+    assert video["allow_denied"] is True and video["request"]["allow_denied"] is True
+    assert client.post("/v1/videos", data=wish | {"allow_denied": "true"}).json()["allow_denied"] is True
+    decision = next(each for each in video["plan"]["decisions"] if each["lever"] == "quantize")
+    assert "although denied" in decision["reason"] and decision["evidence"] == ["no"]
 
 
 def test_a_knob_of_no_lever_is_refused_by_name(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ class Knobs(_Strict):
     host_sync: Setting | None = Field(None, description="No waits of the host inside the loop.")
     text_trim: Setting | None = Field(None, description="No attention to padding of the text.")
     offload: Setting | None = Field(None, description="Weights in host memory, moved in as they are needed.")
+    decode: Setting | None = Field(None, description="Latents become frames chunk by chunk.")
     context_parallel: Setting | None = Field(None, description="One clip over several devices.")
 
 
@@ -117,6 +118,7 @@ class VideoCreate(Knobs):
         None, description="First frame, for models that take one: a file of the form, or a data: URL."
     )
     master: bool = Field(False, description="Also keep a lossless master.")
+    allow_denied: bool = Field(False, description="Use a setting that measured rows deny, where it is asked for.")
 
 
 class Remix(_Strict):
@@ -205,6 +207,7 @@ def as_request(asked: VideoCreate, *, image: str | None = None) -> Request:
         flow_shift=asked.flow_shift,
         seed=asked.seed,
         fidelity=asked.fidelity,
+        allow_denied=asked.allow_denied,
         wishes=tuple((knob, value.strip()) for knob in KNOBS if (value := getattr(asked, knob)) is not None),
     )
 
@@ -310,6 +313,7 @@ class Video(BaseModel):
     flow_shift: float | None = None
     seed: int
     fidelity: Fidelity
+    allow_denied: bool = False
     stage: str | None = Field(None, description="load, text, denoise, decode, encode; cancelling while it stops.")
     eta_s: float | None = None
     queue_position: int | None = Field(None, description="Jobs before this one; 0: the next.")

@@ -54,6 +54,7 @@ def _video(studio: Studio, job: Job, queue_position: int | None) -> Video:
         flow_shift=request.flow_shift,
         seed=job.seed,
         fidelity=request.fidelity,
+        allow_denied=request.allow_denied,
         stage="cancelling" if job.cancel_requested else job.stage,
         eta_s=job.eta_s,
         queue_position=queue_position,
