@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import re
+import shutil
 import threading
 import weakref
 from contextlib import contextmanager
@@ -255,6 +256,208 @@ def test_close_frees_the_weights_and_leaves_no_thread(request_):
     engine.close()
     gc.collect()
     assert kept() is None and threading.enumerate() == before
+
+
+# --------------------------------------------------------------------------- loads
+
+
+@pytest.fixture
+def other(request_, tmp_path) -> Request:
+    return dataclasses.replace(request_, model=str(tiny_folder("wan2.1-1.3b", tmp_path / "other", seed=1)))
+
+
+def weights() -> int:
+    gc.collect()
+    return sum(issubclass(type(found), torch.nn.Parameter) for found in gc.get_objects())
+
+
+def failing_in(state: str):
+    """A listener that fails when a load comes to this state."""
+
+    def listener(event):
+        if event.loading and event.loading.state == state:
+            raise ZeroDivisionError(state)
+
+    return listener
+
+
+def test_a_load_goes_through_its_states_and_a_failed_one_says_how_far_it_came(engine, request_, other):
+    told = []
+    engine.prepare(wishing(request_, host_sync="on"), listener=lambda event: told.append(event.loading))
+    states = [at.state for n, at in enumerate(told) if n == 0 or told[n - 1].state != at.state]
+    assert [s for n, s in enumerate(states) if s not in states[:n]] == [
+        "queued", "reading", "placing", "engaging", "warming", "ready",
+    ]  # fmt: skip
+    assert {at.component for at in told if at.state == "engaging"} == {"host_sync"}
+    told.clear()
+
+    def listener(event):
+        told.append(event.loading)
+        if event.loading.state == "placing":
+            engine.cancel("enough")
+
+    with pytest.raises(Cancelled):
+        engine.prepare(other, listener=listener)
+    assert told[-1] == dataclasses.replace(told[-2], state="cancelled") and told[-1].component
+    with pytest.raises(ZeroDivisionError):
+        engine.prepare(other, listener=lambda event: told.append(event.loading) or failing_in("reading")(event))
+    assert told[-1].state == "failed"
+
+
+def test_a_load_that_cannot_begin_leaves_what_is_loaded_alone(engine, request_, other):
+    engine.generate(request_)
+    rig = engine.rig
+    next((Path(other.model) / "vae").glob("*.safetensors")).unlink()
+    with pytest.raises(NotFound):
+        engine.prepare(other)
+    assert engine.rig is rig and engine.model == request_.model and not engine.restore()
+
+
+@pytest.mark.parametrize("state", ["reading", "placing", "engaging", "warming"])
+def test_what_made_room_for_a_load_that_failed_comes_back_and_makes_the_same_film(engine, request_, other, state):
+    request, before = wishing(request_, host_sync="on"), weights()
+    good = engine.generate(request).report.frames_hash
+    old = weakref.ref(engine.rig.pipe.transformer)
+    with pytest.raises(ZeroDivisionError) as kept:
+        engine.prepare(wishing(other, host_sync="on"), listener=failing_in(state))
+    gc.collect()
+    assert old() is None and engine.rig is None and engine.model is None and weights() == before
+    assert kept.value.args == (state,), "the error itself is kept, and keeps no weight"
+    assert engine.restore() and engine.model == request.model and not engine.restore()
+    assert [lever.name for lever, *_ in engine._held] == ["host_sync"]
+    stages = []
+    clip = engine.generate(request, listener=lambda event: stages.append(event.stage))
+    assert clip.report.frames_hash == good and "load" not in stages
+
+
+def test_what_is_owed_is_forgotten_once_something_else_is_loaded_or_it_cannot_be_had(request_, other, tmp_path):
+    with Engine() as engine:
+        engine.generate(request_)
+        with pytest.raises(ZeroDivisionError):
+            engine.prepare(other, listener=failing_in("placing"))
+        engine.prepare(other, warm=False)
+        assert not engine.restore() and engine.model == other.model
+        with pytest.raises(ZeroDivisionError):
+            engine.prepare(request_, listener=failing_in("placing"))
+        shutil.rmtree(other.model)
+        with pytest.raises(NotFound):
+            engine.restore()
+        assert not engine.restore() and engine.rig is None
+
+
+def test_an_engine_that_may_hold_both_serves_the_one_until_the_other_is_ready(request_, other):
+    with Engine(hold_both=True) as engine:
+        engine.generate(request_)
+        rig, seen = engine.rig, []
+
+        def listener(event):
+            seen.append((event.loading.state, engine.rig is rig))
+            failing_in("warming")(event)
+
+        with pytest.raises(ZeroDivisionError):
+            engine.prepare(other, listener=listener)
+        assert {here for _, here in seen} == {True} and engine.rig is rig and not engine.restore()
+        old = weakref.ref(rig.pipe.transformer)
+        rig = None
+        engine.prepare(other)
+        gc.collect()
+        assert engine.model == other.model and old() is None
+
+
+def test_a_warm_up_is_one_step_and_changes_no_film(request_, other, monkeypatch):
+    import diffusers
+
+    forwards = []
+    real = diffusers.WanTransformer3DModel.forward
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "forward", lambda *a, **k: forwards.append(1) or real(*a, **k))
+    with Engine() as engine:
+        engine.prepare(request_)
+        assert len(forwards) == 2, "a conditional branch and an unconditional one"
+        warm = engine.generate(request_).report.frames_hash
+        engine.prepare(other, warm=False)
+        assert len(forwards) == 2 + 6
+        assert engine.generate(request_).report.frames_hash == warm
+
+
+def test_a_warm_up_hears_of_a_cancel_between_two_torch_functions(engine, request_, monkeypatch):
+    left = []
+    real = engine.check_cancelled
+
+    def check():
+        if left:
+            left[0] -= 1
+            if left[0] == 0:
+                engine.cancel("enough")
+            assert left[0] >= 0, "asked again after a cancel"
+        real()
+
+    monkeypatch.setattr(engine, "check_cancelled", check)
+    with pytest.raises(Cancelled, match="enough"):
+        engine.prepare(request_, listener=lambda event: left.append(40) if event.loading.state == "warming" else None)
+    assert left == [0] and engine.rig is None
+
+
+def test_a_newer_load_overtakes_an_older_one(engine, request_, other):
+    ends = {}
+
+    def load(request, name, **options):
+        try:
+            engine.prepare(request, warm=False, **options)
+        except Cancelled as cancelled:
+            ends[name] = str(cancelled)
+
+    newer = [
+        threading.Thread(target=load, args=(request, name)) for request, name in ((other, "2nd"), (request_, "3rd"))
+    ]
+
+    def listener(event):
+        if event.loading.state == "placing" and newer[0].ident is None:
+            for n, thread in enumerate(newer):
+                thread.start()
+                while len(engine._turns) < n + 2:
+                    thread.join(0.001)
+
+    load(request_, "1st", listener=listener)
+    for thread in newer:
+        thread.join()
+    assert ends == {"1st": engine_module.OVERTAKEN, "2nd": engine_module.OVERTAKEN} and engine.model == request_.model
+
+
+def test_a_clip_is_overtaken_by_nothing(engine, request_, other):
+    refused = []
+
+    def listener(event):
+        if event.stage in ("load", "denoise") and not event.done:
+            with pytest.raises(RunFailed, match="another clip") as caught:
+                engine.prepare(other)
+            refused.append(caught)
+
+    engine.generate(request_, listener=listener)
+    assert len(refused) >= 2
+
+
+def test_closing_from_another_thread_stops_a_load_and_waits_for_it(request_):
+    engine = Engine()
+    closing = threading.Thread(target=engine.close)
+
+    def listener(event):
+        if event.loading.state == "placing" and closing.ident is None:
+            closing.start()
+            while engine._cancel_reason is None:
+                closing.join(0.001)
+
+    with pytest.raises(Cancelled, match="closed"):
+        engine.prepare(request_, listener=listener)
+    closing.join()
+    assert engine.rig is None
+    with pytest.raises(RunFailed, match="closed"):
+        engine.prepare(request_)
+
+
+def test_a_cancel_that_came_when_nothing_was_under_way_ends_nothing(engine, request_):
+    engine.generate(request_)
+    engine.cancel("too late")
+    assert engine.generate(wishing(request_, cfg_parallel="cpu")).report.receipts[-1].lever == "cfg_parallel"
 
 
 # --------------------------------------------------------------------------- failing and stopping

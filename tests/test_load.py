@@ -1,7 +1,10 @@
 """Loading: the right parts, dtype and device, progress in bytes, and nothing left when it fails."""
 
 import gc
+import itertools
 import json
+import threading
+import traceback
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,7 @@ import torch
 from undercrank import load as load_module
 from undercrank.families import family
 from undercrank.load import load
-from undercrank.records import BadInput, Cancelled, LoadSpec, NotFound
+from undercrank.records import BadInput, Cancelled, Loading, LoadSpec, NotFound
 from undercrank.testing import tiny_folder
 
 NAME = "wan2.1-1.3b"
@@ -42,7 +45,8 @@ def test_progress_counts_the_bytes_of_the_weights(spec, folder) -> None:
     with load(spec, family(NAME), listener=events.append) as loaded:
         weights = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
         assert loaded.load_bytes == weights
-    assert (events[0].done, events[-1].done) == (0, weights) and {e.total for e in events} == {weights}
+    assert events[0].loading == Loading(state="queued") and {e.total for e in events[1:]} == {weights}
+    assert (events[1].done, events[-1].done) == (0, weights)
     assert [e.done for e in events] == sorted(e.done for e in events)
 
 
@@ -106,7 +110,7 @@ def test_safetensors_are_asked_for_and_preferred_where_pickles_are_allowed(
     monkeypatch.setattr(diffusers, "Listening", Listening, raising=False)
     with pytest.raises(BadInput, match="heard enough"):
         load_module._load_part(
-            tmp_path, ["diffusers", "Listening"], replace(spec, allow_pickle=allow_pickle), family(NAME)
+            tmp_path, ["diffusers", "Listening"], replace(spec, allow_pickle=allow_pickle), load_module.Watch()
         )
     assert Listening.options["use_safetensors"] is asked
 
@@ -185,3 +189,169 @@ def test_whatever_the_libraries_raise_over_a_folder_is_one_line_that_names_it(er
 def test_memory_that_ran_out_is_no_broken_folder() -> None:
     with pytest.raises(torch.OutOfMemoryError), load_module._read_errors(Path("/models/x")):
         raise torch.OutOfMemoryError("no more")
+
+
+# --------------------------------------------------------------------------- how far it is, and whether it goes on
+
+
+def test_components_take_turns_in_being_read_and_placed_and_their_bytes_are_counted(spec, folder, monkeypatch) -> None:
+    monkeypatch.setattr(load_module, "TELL_S", 0.0)
+    told: list[Loading] = []
+    with load(spec, family(NAME), listener=lambda event: told.append(event.loading)) as loaded:
+        pipe = loaded.rig.pipe
+        placed = {name: getattr(pipe, name) for name in ("vae", "text_encoder", "transformer")}
+    turns = [(at.state, at.component) for at in told]
+    order = [turn for n, turn in enumerate(turns) if n == 0 or turns[n - 1] != turn]
+    assert order[:2] == [("queued", ""), ("reading", "")]
+    assert order[2:] == [(state, name) for _, name in order[2::2] for state in ("reading", "placing")]
+    assert {name for _, name in order[2:]} == set(placed)
+    for name, part in placed.items():
+        (total,) = {at.bytes_total for at in told if (at.state, at.component) == ("placing", name)}
+        assert total == sum(tensor.nbytes for tensor in (*part.parameters(), *part.buffers()))
+        assert max(at.bytes_done for at in told if (at.state, at.component) == ("placing", name)) <= total
+    read = [at.bytes_done for at in told if at.state == "reading"]
+    files = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    assert read == sorted(read) and len(set(read)) > 20 and read[-1] == files, "tensor by tensor"
+
+
+def shard(folder: Path, **numels: int) -> Path:
+    from safetensors.torch import save_file
+
+    file = folder / "model.safetensors"
+    save_file({name: torch.zeros(numel) for name, numel in numels.items()}, file)
+    return file
+
+
+def test_a_large_tensor_is_read_in_pieces_and_a_cancel_is_heard_between_two_of_them(tmp_path) -> None:
+    from safetensors.torch import load_file
+
+    mib = 2**20
+    file = shard(tmp_path, a=mib, b=32 * mib)
+    asked = []
+
+    def check() -> None:
+        asked.append(watch._at.bytes_done)
+        if watch._at.bytes_done >= 36 * mib:
+            raise Cancelled("stop")
+
+    watch = load_module.Watch(check=check)
+    with pytest.raises(Cancelled), load_module._reading_piece_by_piece(tmp_path, watch):
+        with watch.reading("transformer", file.stat().st_size):
+            load_file(file)
+    assert asked[-1] <= 36 * mib + load_module.PIECE_BYTES
+    assert max(b - a for a, b in zip(asked, asked[1:], strict=False)) <= load_module.PIECE_BYTES
+
+
+def test_a_slow_disk_makes_nobody_wait_for_more_than_the_tensors_at_hand(spec, monkeypatch) -> None:
+    """Readers that hang in the 8th tensor go on only once the load was cancelled: whatever is read later is counted."""
+    import safetensors.torch
+    import transformers.modeling_utils
+
+    count, cancelled = itertools.count(1), threading.Event()
+    late: list[int] = []
+
+    def slow(original):
+        class Slow:
+            def __init__(self, file):
+                self.file = file
+
+            def __getattr__(self, name):
+                return getattr(self.file, name)
+
+            def __enter__(self):
+                self.file.__enter__()
+                return self
+
+            def __exit__(self, *error):
+                return self.file.__exit__(*error)
+
+            def get_tensor(self, name):
+                read(1)
+                return self.file.get_tensor(name)
+
+            def get_slice(self, name):
+                return SlowSlice(self.file.get_slice(name))
+
+        class SlowSlice:
+            def __init__(self, part):
+                self.part = part
+
+            def __getitem__(self, index):
+                read(1)
+                return self.part[index]
+
+            def __getattr__(self, name):
+                return getattr(self.part, name)
+
+        def read(number):
+            if cancelled.is_set():
+                late.append(number)
+            elif next(count) >= 8:
+                cancelled.set()
+
+        return lambda *args, **kwargs: Slow(original(*args, **kwargs))
+
+    def check() -> None:
+        if cancelled.is_set():
+            raise Cancelled("stop")
+
+    for module in (safetensors.torch, transformers.modeling_utils):
+        monkeypatch.setattr(module, "safe_open", slow(module.safe_open))
+    with pytest.raises(Cancelled), load(spec, family(NAME), check_cancelled=check):
+        pytest.fail("loaded")
+    assert len(late) <= 4, "one for each thread that reads"
+
+
+def test_files_that_others_read_meanwhile_are_none_of_this_load(tmp_path) -> None:
+    from safetensors.torch import load_file
+
+    def check() -> None:
+        raise Cancelled("stop")
+
+    (tmp_path / "ours").mkdir()
+    file = shard(tmp_path, a=4)
+    with load_module._reading_piece_by_piece(tmp_path / "ours", load_module.Watch(check=check)):
+        assert load_file(file)["a"].shape == (4,)
+
+
+def test_room_is_made_once_all_is_known_that_can_be_known_without_weights(spec, folder, tmp_path) -> None:
+    made: list[str] = []
+    other = copied(folder, tmp_path / "other")
+    for file in (other / "vae").glob("*.safetensors"):
+        file.unlink()
+    with (
+        pytest.raises(NotFound),
+        load(replace(spec, source=str(other)), family(NAME), make_room=lambda: made.append("")),
+    ):
+        pytest.fail("loaded")
+    assert made == []
+    told: list[str] = []
+    with load(
+        spec,
+        family(NAME),
+        listener=lambda event: told.append(event.loading.state),
+        make_room=lambda: made.extend(told),
+    ):
+        assert made == ["queued"]
+
+
+def test_an_error_that_is_kept_keeps_its_lines_and_no_tensor() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def inner() -> None:
+        weights = torch.zeros(3)
+        seen.append(weakref.ref(weights))
+        raise KeyError("inner")
+
+    def outer() -> None:
+        weights = torch.zeros(3)
+        seen.append(weakref.ref(weights))
+        try:
+            inner()
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    with pytest.raises(ValueError) as kept, load_module.forgetting_frames():
+        outer()
+    assert [ref() for ref in seen] == [None, None]
+    assert "outer()" in "".join(traceback.format_exception(kept.value))

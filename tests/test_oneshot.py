@@ -45,7 +45,9 @@ class Film:
         self.report = report
 
     def save(self, path: Path, *, listener: Any) -> Path:
-        listener(SimpleNamespace(stage="encode", done=1, total=1, unit="frames", step_ms=None, eta_s=None))
+        listener(
+            SimpleNamespace(stage="encode", done=1, total=1, unit="frames", step_ms=None, eta_s=None, loading=None)
+        )
         Path(path).write_text(json.dumps(self.report.to_dict()))
         return Path(path)
 

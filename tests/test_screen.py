@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from undercrank import screen
+from undercrank.records import Loading
 
 STAGES = ("load", "text", "denoise", "decode", "encode")
 
@@ -23,6 +24,7 @@ class Event:
     unit: str = ""
     step_ms: float | None = None
     eta_s: float | None = None
+    loading: Loading | None = None
 
 
 def a_film(steps: int) -> list[Event]:
@@ -95,6 +97,37 @@ def test_in_a_pipe_every_stage_says_that_it_began(capsys: pytest.CaptureFixture[
     ]
 
 
+def loading(state: str, component: str = "", done: int = 0) -> Event:
+    at = Loading(state=state, component=component, bytes_done=done, bytes_total=2_000_000)
+    total = 0 if state == "queued" else 2_000_000
+    return Event(stage="load", done=done, total=total, unit="bytes", loading=at)
+
+
+A_LOAD = [
+    loading("queued"),
+    loading("reading", "vae"),
+    loading("placing", "vae", 1_000_000),
+    loading("reading", "transformer", 2_000_000),
+    loading("placing", "transformer", 2_000_000),
+    loading("ready", done=2_000_000),
+]
+
+
+def test_in_a_pipe_a_load_is_two_lines_whatever_its_states(capsys: pytest.CaptureFixture[str]) -> None:
+    with screen.showing(as_json=False, quiet=False) as show:
+        for event in A_LOAD:
+            show(event)
+    assert capsys.readouterr().err.splitlines() == ["load 0.0/2.0 MB", "load 2.0/2.0 MB"]
+
+
+def test_as_json_a_load_tells_its_state_its_component_and_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    with screen.showing(as_json=True, quiet=False) as show:
+        show(A_LOAD[2])
+    assert json.loads(capsys.readouterr().out)["loading"] == {
+        "state": "placing", "component": "vae", "bytes_done": 1_000_000, "bytes_total": 2_000_000,
+    }  # fmt: skip
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -138,6 +171,8 @@ def test_every_stage_has_its_words() -> None:
     ("event", "text"),
     [
         (Event(stage="load", done=20_100_000, total=29_200_000, unit="bytes"), "20.1/29.2 MB"),
+        (A_LOAD[0], "queued"),
+        (A_LOAD[2], "1.0/2.0 MB  placing vae"),
         (Event(stage="text", done=0, total=1), ""),
         (Event(stage="denoise", done=2, total=9, unit="steps", step_ms=90, eta_s=2.7), "2/9  0.09 s/step  2.7 s left"),
         (Event(stage="denoise", done=0, total=25, unit="steps"), "0/25"),

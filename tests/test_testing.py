@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 import threading
@@ -24,6 +25,7 @@ from undercrank.testing import (
     BUILDERS,
     differences,
     fingerprint,
+    fingerprint_of_process,
     tiny_folder,
     tiny_inputs,
     tiny_pipeline,
@@ -428,3 +430,43 @@ def test_a_compilers_flag_is_seen_once_there_is_a_compiler() -> None:
 def test_unknown_rows_are_refused_by_name() -> None:
     with pytest.raises(families.BadInput, match="nearest are"):
         tiny_pipeline("wan9")
+
+
+PATCHES: dict[str, tuple[str, str]] = {
+    "transformers.core_model_loading.ThreadPoolExecutor": ("transformers.core_model_loading", "ThreadPoolExecutor"),
+    "safetensors.torch.safe_open": ("safetensors.torch", "safe_open"),
+    "torch.nn.functional.scaled_dot_product_attention": ("torch.nn.functional", "scaled_dot_product_attention"),
+    "diffusers.utils.logging._tqdm_active": ("diffusers.utils.logging", "_tqdm_active"),
+}
+
+
+@pytest.mark.parametrize("line", PATCHES)
+def test_a_patched_module_of_a_library_is_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name = importlib.import_module(PATCHES[line][0]), PATCHES[line][1]
+    before = fingerprint_of_process()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, None)
+        changed = differences(before, fingerprint_of_process())
+    assert differences(before, fingerprint_of_process()) == []
+    assert len(changed) == 1 and changed[0].startswith(line)
+
+
+def test_a_patched_method_of_a_librarys_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint_of_process()
+    monkeypatch.setattr(nn.Module, "forward", lambda self: None)
+    assert any(
+        "torch.nn.modules.module.Module functions" in said for said in differences(before, fingerprint_of_process())
+    )
+
+
+def test_a_thread_and_a_flag_that_are_left_behind_are_seen_with_no_pipeline() -> None:
+    stop, before = threading.Event(), fingerprint_of_process()
+    thread = threading.Thread(target=stop.wait, name="left behind")
+    thread.start()
+    torch.set_default_dtype(torch.float64)
+    said = "\n".join(differences(before, fingerprint_of_process()))
+    torch.set_default_dtype(torch.float32)
+    stop.set()
+    thread.join()
+    assert "thread: left behind" in said and "torch: default dtype" in said
+    assert differences(before, fingerprint_of_process()) == []

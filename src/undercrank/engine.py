@@ -2,6 +2,10 @@
 
 Levers are entered in ORDER, each on an ExitStack of its own, and left from the end only: to reach another plan
 the engine pops to the longest common prefix and enters the rest. A failure half-way leaves the rig as it was.
+
+A load is one block: weights read and placed, levers engaged, a first step made if asked. It is handed over when it is
+whole, and unwound if it fails, is cancelled or is overtaken by a newer one. What was loaded before makes room just
+before the first weight is read, and can be had back by `restore`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -27,7 +31,7 @@ import torch
 import undercrank
 from undercrank import families, frames, images, video
 from undercrank.ledger import Ledger, read_ledger
-from undercrank.load import Loaded, load
+from undercrank.load import PATIENCE_S, Loaded, asking, forget_frames, free_device_memory, load
 from undercrank.machine import this_machine
 from undercrank.planner import Live, case_of, check_wishes, fitting, gib, make_plan, refuse_if_too_big
 from undercrank.quality import as_FCHW, faults
@@ -38,6 +42,7 @@ from undercrank.records import (
     Family,
     Fidelity,
     Lever,
+    Loading,
     LoadSpec,
     Machine,
     OutOfMemory,
@@ -107,13 +112,16 @@ class Engine:
         allow_pickle: bool = False,
         local_files_only: bool = False,
         encode_ahead: bool = False,
+        hold_both: bool = False,
     ) -> None:
         """pipe: a pipeline that is already loaded; the engine then makes clips with it and loads nothing.
 
         encode_ahead: clips will be saved, so frames are encoded while later ones are decoded.
+        hold_both: a model stays loaded until the next one is ready, so that a load that ends badly costs nothing; there
+        must be memory for two.
         """
         self.encode_ahead = encode_ahead
-        self.allow_pickle, self.local_files_only = allow_pickle, local_files_only
+        self.allow_pickle, self.local_files_only, self.hold_both = allow_pickle, local_files_only, hold_both
         self.machine = machine or this_machine()
         self.ledger = read_ledger() if ledger is None else ledger
         self.rig: Rig | None = None
@@ -123,7 +131,15 @@ class Engine:
         self._spec: LoadSpec | None = None
         self._load_stack = ExitStack()
         self._load_cost = (0.0, 0)
-        self._held: list[tuple[Lever, ExitStack, Receipt]] = []
+        self._held: list[Held] = []
+        self._plan: Plan | None = None
+        "Of what is loaded."
+        self._owed: Plan | None = None
+        "Of what made room for a load that ended badly."
+        self._at_work: Rig | None = None
+        "The rig that is being made ready and is not handed over yet."
+        self._turns: list[_Turn] = []
+        self._taking_turns = threading.Lock()
         self._cancel_reason: str | None = None
         self._found_on: list[str] = []
         self._parameters = 0
@@ -167,6 +183,11 @@ class Engine:
         note = f"already on this pipeline, and kept: {', '.join(self._found_on)}"
         return replace(plan, notes=(*plan.notes, note)) if self._found_on else plan
 
+    @property
+    def model(self) -> str | None:
+        """What is loaded, as the request named it; None: nothing."""
+        return self._plan.request.model if self._plan else None
+
     def generate(self, request: Request, *, listener: Listener = ignore, on_latents: OnLatents | None = None) -> Clip:
         """Make one clip. Bad input is refused before a weight is read; a cancel stops within one step.
 
@@ -175,37 +196,85 @@ class Engine:
         Raises BadInput, LeverRefused, OutOfMemory, NotFound, RunFailed, Cancelled. One clip at a time: a second
         thread is refused, since a pipeline has one scheduler and one set of levers.
         """
-        with self._alone():
+        with self._turn():
             return self._generate(request, listener, on_latents)
 
-    def prepare(self, request: Request, *, listener: Listener = ignore) -> Plan:
-        """Load the request's model and turn its levers on, so that `generate` begins at once. Raises as `generate`."""
-        with self._alone():
+    def prepare(self, request: Request, *, listener: Listener = ignore, warm: bool = True) -> Plan:
+        """Load the request's model and turn its levers on, so that `generate` begins at once. Raises as `generate`.
+
+        warm: also make the first step or two of its film, in which levers compile and record what they need.
+        A newer `prepare` or `generate` overtakes this one, which then raises Cancelled.
+        """
+        with self._turn(gives_way=True):
             plan = self.plan(request)
-            with self._in_memory(plan, listener):
+            with self._in_memory(plan, listener, warm=warm):
                 return plan
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._closed:
-            raise RunFailed("this engine was closed: make a new one")
-        if not self._busy.acquire(blocking=False):
-            raise RunFailed("this engine is making another clip: use one engine for each thread")
-        try:
-            self._cancel_reason = None
-            yield
-        finally:
-            self._busy.release()
+    def restore(self, *, listener: Listener = ignore) -> bool:
+        """Load again what made room for a load that then ended badly. False: nothing is owed. Raises as `prepare`.
+
+        What cannot be loaded again is owed no longer; after a cancel it still is.
+        """
+        with self._turn(gives_way=True):
+            if (owed := self._owed) is None:
+                return False
+            try:
+                with self._in_memory(owed, listener):
+                    return True
+            except Cancelled:
+                raise
+            except BaseException:
+                self._owed = None
+                raise
 
     @contextmanager
-    def _in_memory(self, plan: Plan, listener: Listener) -> Iterator[Rig]:
+    def _turn(self, *, gives_way: bool = False) -> Iterator[None]:
+        """One at a time. What only prepares gives way to whatever comes after it; a clip gives way to nothing."""
+        turn = _Turn(gives_way=gives_way)
+        with self._taking_turns:
+            if self._closed:
+                raise RunFailed("this engine was closed: make a new one")
+            if not all(other.gives_way for other in self._turns):
+                raise RunFailed("this engine is making another clip: use one engine for each thread")
+            for other in self._turns:
+                self._stop(other, OVERTAKEN)
+            self._turns.append(turn)
+        try:
+            while not self._busy.acquire(timeout=PATIENCE_S):
+                turn.check()
+            try:
+                self._begin(turn)
+                yield
+            finally:
+                self._busy.release()
+        finally:
+            with self._taking_turns:
+                self._turns.remove(turn)
+
+    def _begin(self, turn: _Turn) -> None:
+        """What was cancelled before is over, unless it was this turn."""
+        self._cancel_reason = None
+        if self.rig is not None:
+            self.rig.forget_cancel()
+        turn.has_begun = True
+        turn.check()
+
+    def _stop(self, turn: _Turn, reason: str) -> None:
+        turn.reason = turn.reason or reason
+        if turn.has_begun:
+            self._cancel_reason = reason
+            if (rig := self._at_work or self.rig) is not None:
+                rig.cancel(reason)
+
+    @contextmanager
+    def _in_memory(self, plan: Plan, listener: Listener, *, warm: bool = False) -> Iterator[Rig]:
         """The plan's weights and levers; memory that runs out from here on is answered with a size that fits."""
         family = self.rig.family if self.rig and self.live else families.family(plan.load.family)
         device = self.live.device if self.live else self.machine.device(plan.load.device)
         if self._needs_load(plan):
             refuse_if_too_big(plan, family, self.machine, device)
         with _memory_errors(plan, family, self.machine, device):
-            self.move_to(plan, listener)
+            self.move_to(plan, listener, warm=warm)
             assert self.rig is not None
             yield self.rig
 
@@ -243,18 +312,20 @@ class Engine:
         assert request.fps is not None
         return video.encoding(request.fps) if self.encode_ahead else nullcontext()
 
-    def move_to(self, plan: Plan, listener: Listener = ignore) -> None:
-        """Reload if the load changed, else keep the longest common prefix of levers and enter the rest."""
+    def move_to(self, plan: Plan, listener: Listener = ignore, *, warm: bool = False) -> None:
+        """Load if the load changed, else keep the longest common prefix of levers and enter the rest."""
         if self._needs_load(plan):
-            self._reload(plan.load, listener)
+            self._load(plan, listener, warm=warm)
+            return
         assert self.rig is not None
         wanted = list(plan.levers)
         while [lever for lever, _, _ in self._held] != wanted[: len(self._held)]:
             self._pop()
+        self._plan = plan
         try:
             for lever in wanted[len(self._held) :]:
                 self.check_cancelled()
-                self._push(lever)
+                self._held.append(_entered(lever, self.rig))
         except BaseException:
             self._pop_all()
             raise
@@ -288,15 +359,29 @@ class Engine:
         which only an exception ends at once.
         """
         self._cancel_reason = reason
-        if self.rig is None:
+        for turn in list(self._turns):
+            self._stop(turn, reason)
+        rig = self._at_work or self.rig
+        if rig is None:
             return False
-        self.rig.cancel(reason)
-        return self.rig.running
+        rig.cancel(reason)
+        return rig.running
 
     def close(self) -> None:
-        """Leave every lever and free the weights. A closed engine makes no more clips."""
+        """Leave every lever and free the weights. A closed engine makes no more clips.
+
+        What another thread is doing with it is cancelled and waited for.
+        """
         self._closed = True
-        self._leave()
+        here = threading.get_ident()
+        if any(turn.thread == here and turn.has_begun for turn in self._turns):  # from within, by a listener
+            self._leave()
+            return
+        for turn in list(self._turns):
+            self._stop(turn, "the engine was closed")
+        with self._busy:
+            self._leave()
+            self._owed = None
 
     def _leave(self) -> None:
         with ExitStack() as stack:
@@ -322,24 +407,60 @@ class Engine:
     def _needs_load(self, plan: Plan) -> bool:
         return self.live is None and (self.rig is None or self._spec != plan.load)
 
-    def _reload(self, spec: LoadSpec, listener: Listener) -> None:
-        self._leave()
-        stack = ExitStack()
+    def _load(self, plan: Plan, listener: Listener, *, warm: bool) -> None:
+        """Everything as one block, handed over when it is whole; if it ends before, nothing of it is left."""
+        told = _Told(listener)
         try:
-            family = families.family(spec.family)
-            self._loaded = stack.enter_context(
-                load(spec, family, listener=listener, check_cancelled=self.check_cancelled)
-            )
-            stack.enter_context(self._loaded.rig.seams())
-        except BaseException:
-            stack.close()
-            self._loaded = None
+            with ExitStack() as stack:
+                loaded, held = self._built(plan, stack, told, warm=warm)
+                self._leave()  # nothing is there any more, unless both may be held
+                self._load_stack = stack.pop_all()
+        except BaseException as error:
+            forget_frames(error)  # whoever holds the error would hold what it was loading
+            free_device_memory(plan.load.device)
+            told.ended("failed" if isinstance(error, Exception) and not isinstance(error, Cancelled) else "cancelled")
             raise
-        self.rig, self._spec, self._load_stack = self._loaded.rig, spec, stack
-        self._load_cost = (self._loaded.load_s, self._loaded.load_bytes)
+        finally:
+            self._at_work = None
+        self._loaded, self.rig, self._held = loaded, loaded.rig, held
+        self._spec, self._plan, self._owed = plan.load, plan, None
+        self._load_cost = (loaded.load_s, loaded.load_bytes)
+        told.state("ready")
+
+    def _built(self, plan: Plan, stack: ExitStack, told: _Told, *, warm: bool) -> tuple[Loaded, list[Held]]:
+        """Read, place, engage and warm up, each part left through the stack."""
+        loaded = stack.enter_context(
+            load(
+                plan.load,
+                families.family(plan.load.family),
+                listener=told,
+                check_cancelled=self.check_cancelled,
+                make_room=self._make_room,
+            )
+        )
+        rig = self._at_work = loaded.rig
+        stack.enter_context(rig.seams())
+        held: list[Held] = []
+        stack.callback(_leave_all, held)
+        for lever in plan.levers:
+            self.check_cancelled()
+            told.state("engaging", lever.name)
+            held.append(_entered(lever, rig))
+        if warm and not rig.family.traits & {"video_input", "control_input"}:
+            self.check_cancelled()
+            told.state("warming")
+            _warm_up(rig, plan, self.check_cancelled)
+        self.check_cancelled()
+        return loaded, held
+
+    def _make_room(self) -> None:
+        """Two models are never in memory together unless asked; the host's memory counts as the device's does."""
+        if not self.hold_both:
+            self._owed = self._plan or self._owed
+            self._leave()
 
     def _unload(self) -> None:
-        self.rig = self._loaded = self._spec = self.live = None
+        self.rig = self._loaded = self._spec = self.live = self._plan = None
         self._load_stack.close()
         self._load_stack = ExitStack()
 
@@ -347,27 +468,95 @@ class Engine:
         if self._cancel_reason:
             raise Cancelled(self._cancel_reason)
 
-    def _push(self, lever: Lever) -> None:
-        assert self.rig is not None
-        stack, begun = ExitStack(), time.perf_counter()
-        before = _allocated(self.rig.device)
-        stack.enter_context(lever.engage(self.rig))
-        receipt = Receipt(
-            lever=lever.name,
-            engage_ms=(time.perf_counter() - begun) * 1000,
-            bytes=max(0, _allocated(self.rig.device) - before),
-        )
-        self._held.append((lever, stack, receipt))
-
     def _pop(self) -> None:
         _, stack, _ = self._held.pop()
         stack.close()
 
     def _pop_all(self) -> None:
-        with ExitStack() as everything:  # each is left even when leaving another one fails
-            for _, stack, _ in self._held:
-                everything.push(stack)
-            self._held = []
+        _leave_all(self._held)
+
+
+OVERTAKEN = "a newer load took its place"
+
+Held = tuple[Lever, ExitStack, Receipt]
+"A lever that is on, how it is left, and what engaging it cost."
+
+
+class _Turn:
+    """One use of an engine, from its wait for the engine on."""
+
+    def __init__(self, *, gives_way: bool) -> None:
+        self.gives_way, self.thread = gives_way, threading.get_ident()
+        self.has_begun = False
+        self.reason: str | None = None
+        "Why it shall end."
+
+    def check(self) -> None:
+        if self.reason is not None:
+            raise Cancelled(self.reason)
+
+
+class _Told:
+    """A listener that remembers how far a load is, and tells the states that come after the last byte."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._last = Event(stage="load", done=0, total=0, unit="bytes", loading=Loading(state="queued"))
+
+    def __call__(self, event: Event) -> None:
+        self._last = event
+        self._listener(event)
+
+    def state(self, state: str, component: str = "") -> None:
+        self(replace(self._last, loading=Loading(state=state, component=component)))
+
+    def ended(self, state: str) -> None:
+        at = self._last.loading or Loading(state=state)
+        with suppress(Cancelled):  # a listener that asks for what is just happening
+            self(replace(self._last, loading=replace(at, state=state)))
+
+
+def _entered(lever: Lever, rig: Rig) -> Held:
+    stack, begun = ExitStack(), time.perf_counter()
+    before = _allocated(rig.device)
+    stack.enter_context(lever.engage(rig))
+    receipt = Receipt(
+        lever=lever.name,
+        engage_ms=(time.perf_counter() - begun) * 1000,
+        bytes=max(0, _allocated(rig.device) - before),
+    )
+    return lever, stack, receipt
+
+
+def _leave_all(held: list[Held]) -> None:
+    with ExitStack() as everything:  # each is left even when leaving another one fails
+        for _, stack, _ in held:
+            everything.push(stack)
+        held.clear()
+
+
+class _Enough(Exception):
+    """No more steps are needed."""
+
+
+def _warm_up(rig: Rig, plan: Plan, check_cancelled: Callable[[], None]) -> None:
+    """Make the first step of the request's film, or two where the first only decides what the second records.
+
+    A cancel is heard between two torch functions; where forwards are compiled or recorded, which nothing may look into
+    meanwhile, at the next half step.
+    """
+    inputs = call_inputs(rig, plan.request, _picture(plan.request))
+    seals = any(lever.seals for lever in plan.levers)
+    rig.engaged = tuple((lever.name, lever.to_json()) for lever in plan.levers)
+
+    def enough(index: int) -> None:
+        if index or not seals:
+            raise _Enough
+
+    with suppress(_Enough), rig.call(), appended(rig.at_step, enough):
+        check_cancelled()
+        with nullcontext() if seals else asking(check_cancelled):
+            _film(rig, plan.request, inputs)
 
 
 def _completed(receipt: Receipt, lever: Lever, rig: Rig, trace: Trace) -> Receipt:

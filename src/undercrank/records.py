@@ -534,6 +534,24 @@ class LoadSpec(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loading(Record):
+    """How far a load is."""
+
+    state: str
+    """queued, reading, placing, engaging, warming, ready; failed or cancelled if it ended before. Components take turns
+    in reading and placing."""
+    component: str = ""
+    "The component that is read or placed, or the lever that is engaged; `download` while files come from the hub."
+    bytes_done: int = 0
+    "reading: of all weight files, or of the download; placing: of this component."
+    bytes_total: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("ready", "failed", "cancelled")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision(Record):
     """One lever, engaged or not, and why."""
 
@@ -659,6 +677,8 @@ class Lever(Record):
     "`auto` engages it only where such a row shows the same frames, bit for bit."
     apart: ClassVar[bool] = False
     "Its knobs speak of different things: off for one of them is off for that one alone."
+    seals: ClassVar[bool] = False
+    "It compiles or records forwards: nothing may look into the first of them from outside."
     off_words: ClassVar[tuple[str, ...]] = ("off",)
     "What its knobs call off."
 

@@ -138,6 +138,10 @@ class Rig:
         """Stop the run within one step. Safe from another thread and from a signal handler."""
         self._cancel_reason = reason
 
+    def forget_cancel(self) -> None:
+        """A cancel that came when nothing was under way is not one of what comes next."""
+        self._cancel_reason = None
+
     def check_cancelled(self) -> None:
         if self._cancel_reason is not None:
             raise Cancelled(self._cancel_reason)

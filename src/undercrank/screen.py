@@ -16,6 +16,15 @@ from rich.table import Table
 STAGES = {"load": "load", "text": "read the prompt", "denoise": "denoise", "decode": "decode", "encode": "encode"}
 
 
+class Loads(Protocol):
+    """How far a load is, by its attributes."""
+
+    state: str
+    component: str
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 class Progressed(Protocol):
     """An event of the engine, by its attributes: this module needs no torch."""
 
@@ -25,6 +34,7 @@ class Progressed(Protocol):
     unit: str
     step_ms: float | None
     eta_s: float | None
+    loading: Loads | None
 
 
 Show = Callable[[Any], None]
@@ -70,25 +80,33 @@ def _finish_earlier(progress: Progress, tasks: dict[str, TaskID], stage: str) ->
 
 def _plain_lines() -> Show:
     """One line when a stage begins, and about ten lines of a long loop."""
+    last = ""
 
     def show(event: Progressed) -> None:
+        nonlocal last
         if event.stage == "denoise" and event.done:
             every = max(1, event.total // 10)
             if event.done % every and event.done != event.total:
                 return
-        elif (
-            event.stage in ("encode", "load") and 0 < event.done < event.total or (event.stage == "text" and event.done)
-        ):
+        elif event.stage in ("encode", "load") and 0 < event.done < event.total:
             return
-        say(f"{STAGES[event.stage]} {words(event)}".rstrip())
+        elif (event.stage == "text" and event.done) or (event.stage == "load" and not event.total):
+            return  # it has ended, or it has not begun
+        line = f"{STAGES[event.stage]} {words(event, plain=True)}".rstrip()
+        if line != last:
+            say(line)
+        last = line
 
     return show
 
 
-def words(event: Progressed) -> str:
-    """ "12/25  0.21 s/step  2.7 s left", "20.1/29.2 MB"."""
+def words(event: Progressed, *, plain: bool = False) -> str:
+    """ "12/25  0.21 s/step  2.7 s left", "20.1/29.2 MB  placing vae". plain: a line for each state would be many."""
     if event.unit == "bytes":
-        return f"{event.done / 1e6:.1f}/{event.total / 1e6:.1f} MB"
+        megabytes = f"{event.done / 1e6:.1f}/{event.total / 1e6:.1f} MB" if event.total else ""
+        if plain or event.loading is None:
+            return megabytes
+        return f"{megabytes}  {event.loading.state} {event.loading.component}".strip()
     if event.unit == "":
         return ""
     text = f"{event.done}/{event.total}"
@@ -100,7 +118,8 @@ def words(event: Progressed) -> str:
 
 
 def _fields(event: Progressed) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in ("stage", "done", "total", "unit", "step_ms", "eta_s")}
+    fields = {name: getattr(event, name) for name in ("stage", "done", "total", "unit", "step_ms", "eta_s")}
+    return fields if event.loading is None else fields | {"loading": event.loading.to_dict()}
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -1388,8 +1388,11 @@ _BY_TRAIT: dict[str, Callable[[dict[str, Any], Family], None]] = {
 
 def tiny_folder(family: str | Family, path: str | Path, seed: int = 0) -> Path:
     """Saves a tiny pipeline in diffusers layout, loadable by `from_pretrained`."""
-    folder = Path(path)
-    tiny_pipeline(family, seed).save_pretrained(folder)
+    return saved(tiny_pipeline(family, seed), Path(path))
+
+
+def saved(pipe: DiffusionPipeline, folder: Path) -> Path:
+    pipe.save_pretrained(folder)
     # transformers 5 calls its fast tokenizer TokenizersBackend; the old name loads everywhere.
     for file in (folder / "model_index.json", *folder.glob("*/tokenizer_config.json")):
         file.write_text(file.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
@@ -1433,10 +1436,49 @@ def fingerprint(pipe: DiffusionPipeline) -> dict[str, Any]:
     for name, part in {"pipe": pipe, **pipe.components}.items():
         for sub, obj in _objects(part):
             _describe_object(".".join(filter(None, (name, sub))), obj, found, parts)
-    found |= {f"torch: {name}": value for name, value in _torch_flags()}
+    return found | _process()
+
+
+TOUCHED = (
+    "torch",
+    "torch.nn.functional",
+    "torch.nn.modules.module",
+    "safetensors.torch",
+    "huggingface_hub.file_download",
+    "transformers.core_model_loading",
+    "transformers.modeling_utils",
+    "transformers.utils.logging",
+    "diffusers.hooks.hooks",
+    "diffusers.models.attention_dispatch",
+    "diffusers.models.model_loading_utils",
+    "diffusers.models.modeling_utils",
+    "diffusers.pipelines.pipeline_utils",
+    "diffusers.utils.logging",
+)
+"Modules of others in which a load, a lever or a run replaces something, or might."
+
+
+def fingerprint_of_process() -> dict[str, Any]:
+    """Everything that a load could leave changed when no pipeline is left to look at, by dotted name.
+
+    Names of the modules in `TOUCHED` and functions of their classes, by identity; torch's flags, environment, threads.
+    Modules that are imported between two fingerprints are no difference. Compare with `differences`.
+    """
+    found: dict[str, Any] = {}
+    for module in filter(None, map(sys.modules.get, TOUCHED)):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.ModuleType):
+                continue
+            found[f"{module.__name__}.{name}"] = value if isinstance(value, _PLAIN) else _Itself(value)
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found[f"{module.__name__}.{name} functions"] = _functions(value)
+    return found | _process()
+
+
+def _process() -> dict[str, Any]:
+    found = {f"torch: {name}": value for name, value in _torch_flags()}
     found |= {f"environment: {k}": v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-    found |= {f"thread: {t.name} {t.ident}": True for t in _threads()}
-    return found
+    return found | {f"thread: {t.name} {t.ident}": True for t in _threads()}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from undercrank.records import Trace
+from undercrank.records import Loading, Trace
 from undercrank.rig import Rig
 from undercrank.undo import appended, swap_attr
 
@@ -41,6 +41,8 @@ class Event:
     unit: str = ""
     step_ms: float | None = None
     eta_s: float | None = None
+    loading: Loading | None = None
+    "Of the stage load: its state, which of the parts, and the bytes of that."
 
 
 Listener = Callable[[Event], None]

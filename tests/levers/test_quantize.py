@@ -251,14 +251,14 @@ def test_the_encoder_keeps_the_layer_whose_type_it_casts_activations_to() -> Non
 def test_dense_weights_are_never_together_on_the_device() -> None:
     """Each layer is converted before the component is placed."""
     placed = []
-    stock = nn.Module.to
+    stock = nn.Module._apply
 
     def spy(module: nn.Module, *args: Any, **more: Any) -> nn.Module:
         if hasattr(module, "blocks"):
             placed.append(bool(converted(module)))
         return stock(module, *args, **more)
 
-    with patch.object(nn.Module, "to", spy), loaded(transformer="int8"):
+    with patch.object(nn.Module, "_apply", spy), loaded(transformer="int8"):
         assert placed and placed[-1]
 
 

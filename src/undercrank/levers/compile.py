@@ -55,6 +55,7 @@ class Compile(Lever):
     name = "compile"
     summary = "the denoiser's repeated blocks run as compiled code"
     only_measured = True
+    seals = True
 
     mode: str = "parity"
     backend: str = "inductor"

@@ -48,6 +48,7 @@ class CudaGraph(Lever):
     needs = Needs(capability=(7, 0))
     only_measured = True
     only_when_small = True
+    seals = True
 
     recorder: str = "cuda"
     "For tests: `tape` records and replays operations on any device, and gains nothing."
