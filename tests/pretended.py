@@ -38,6 +38,8 @@ class PretendedEngine:
 
     def __init__(self, **options: Any) -> None:
         self.rig: Any = None
+        self.model: str | None = None
+        self.owes: str | None = None
         self._reason: str | None = None
         type(self).alive.append(self)
         type(self).born.append(self)
@@ -47,12 +49,19 @@ class PretendedEngine:
         return False
 
     def close(self) -> None:
-        self.rig = None
+        self.rig = self.model = None
         type(self).alive.remove(self)
 
     def prepare(self, request: Request, *, listener: Listener = ignore) -> None:
         with self._going_on(request, listener) as tell:
-            self._load(tell)
+            self._load(request.model, tell)
+
+    def restore(self, *, listener: Listener = ignore) -> bool:
+        if self.owes is None:
+            return False
+        with self._going_on(Request(prompt="", model=self.owes), listener) as tell:
+            self._load(self.owes, tell)
+        return True
 
     def generate(self, request: Request, *, listener: Listener = ignore, on_latents: Any = None) -> Clip:
         type(self).made.append(request.prompt)
@@ -61,7 +70,7 @@ class PretendedEngine:
         plan = make_plan(request, family=family, machine=machine, ledger=Ledger(), load=load)
         steps = plan.request.num_inference_steps or 1
         with self._going_on(request, listener) as tell:
-            self._load(tell)
+            self._load(request.model, tell)
             tell("text", 0, 1)
             tell("denoise", 0, steps)
             for step in range(1, steps + 1):
@@ -77,11 +86,12 @@ class PretendedEngine:
         assert plan.request.fps is not None
         return Clip(frames_FHWC=frames_FHWC, fps=plan.request.fps, report=report)
 
-    def _load(self, tell: Callable[[str, int, int], None]) -> None:
-        if self.rig is None:
+    def _load(self, model: str, tell: Callable[[str, int, int], None]) -> None:
+        if self.model != model:
+            self.owes, self.model, self.rig = self.model or self.owes, None, None
             tell("load", 0, 100)
             tell("load", 100, 100)
-            self.rig = SimpleNamespace()
+            self.rig, self.model, self.owes = SimpleNamespace(), model, None
 
     @contextmanager
     def _going_on(self, request: Request, listener: Listener) -> Iterator[Callable[[str, int, int], None]]:

@@ -294,7 +294,7 @@ def test_a_cancel_frees_the_memory_of_a_run_within_one_step(
         worker.run(until_idle=True)
         before = tensors()
         job, after = add(store, model=str(folder)), add(store, Request.from_dict(first.request))
-        engine = next(iter(worker._models._engines.values()))
+        engine = worker._models._engines[0]
         steps_of = lambda: [e.data["step"] for e in store.events_after(job_id=job.id) if e.kind == "step"]  # noqa: E731
         engine.at = {(stage, done): lambda engine: store.cancel(job.id)}
         claim = store.claim(worker.id)

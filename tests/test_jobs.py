@@ -440,13 +440,31 @@ def test_a_worker_shows_how_it_is_and_that_it_lives(store: Store) -> None:
     watch = Watch(10)
     watch.look({worker.id: worker.beats for worker in store.workers()})
     assert watch.alive == frozenset()
-    store.beat("w1", **who, state="busy", models=["flipbook"], job_id="video_1")
+    store.beat("w1", **who, state="busy", models=["flipbook"], job_id="video_1", loading={"state": "reading"})
     (worker,) = store.workers()
     assert (worker.state, worker.models, worker.job_id) == ("busy", ("flipbook",), "video_1")
+    assert worker.loading == {"state": "reading"}
     watch.look({worker.id: worker.beats})
     assert watch.alive == {"w1"}
     store.worker_lost("w1")
     assert store.workers() == ()
+
+
+def test_a_load_ends_where_it_is_cancelled_or_gives_way_to_a_newer_one_of_another_model(url: str) -> None:
+    now = [100.0]
+    with Store.open(url, now=lambda: now[0]) as store:
+        ours, again = (store.command("load", "wan", owner="ann") for _ in range(2))
+        assert store.claim_command("w1") == store.get_command(ours.id)
+        assert store.why_end(ours.id, "w1", gives_way_after_s=1) is None, "the newer one is of the same model"
+        store.command("load", "ltx", owner="ben")
+        assert store.why_end(ours.id, "w1", gives_way_after_s=1) is None, "somebody else may be about to take it"
+        now[0] += 1
+        assert store.why_end(ours.id, "w1", gives_way_after_s=1) == "overtaken"
+        assert store.why_end(ours.id, "w1") is None, "it does not give way"
+        store.cancel_command(ours.id)
+        assert store.why_end(ours.id, "w1", gives_way_after_s=1) == "cancelled"
+        with pytest.raises(LeaseLost):
+            store.why_end(again.id, "w1")
 
 
 def test_a_model_is_loaded_by_command(store: Store) -> None:

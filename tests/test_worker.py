@@ -19,7 +19,7 @@ from tests.pretended import PretendedEngine, small
 from undercrank import worker as worker_module
 from undercrank.jobs import Job, State, Store, StoreUnavailable
 from undercrank.ledger import read_ledger
-from undercrank.records import BadInput, LeverRefused, NotFound, OutOfMemory, Request, RunFailed
+from undercrank.records import BadInput, LeverRefused, Loading, NotFound, OutOfMemory, Request, RunFailed
 from undercrank.shelf import attempt_folder
 from undercrank.trace import Event
 from undercrank.video import frames_hash, probe, read_frames, read_recipe
@@ -485,6 +485,122 @@ def test_a_load_that_fails_says_why(store: Store, run: Run, engine: type[Pretend
     run()
     failed = store.get_command(command.id)
     assert failed.state is State.FAILED and failed.error and failed.error.code == "missing"
+
+
+def test_a_load_that_says_nothing_is_cancelled_by_the_heart(
+    store: Store, data: Path, engine: type[PretendedEngine]
+) -> None:
+    command = store.command("load", "flipbook", owner="ann")
+
+    def wait_for_the_heart(it: PretendedEngine) -> None:
+        store.cancel_command(command.id)
+        deadline = time.monotonic() + 10
+        while it._reason is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert it._reason == "cancelled"
+
+    engine.during = at("load", 0, wait_for_the_heart)
+    with Worker(store, data, habits=Habits(beat_s=0.01), new_engine=engine) as worker:
+        worker.run(until_idle=True)
+    assert store.get_command(command.id).state is State.CANCELLED
+
+
+@pytest.mark.parametrize(("resident", "overtakes"), [(1, True), (2, False)])
+def test_a_newer_load_that_nobody_else_takes_overtakes_an_older_one_unless_both_can_be_held(
+    store: Store,
+    data: Path,
+    engine: type[PretendedEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    resident: int,
+    overtakes: bool,
+) -> None:
+    monkeypatch.setattr(worker_module, "GRACE_S", 0.05)
+    older = store.command("load", "flipbook", owner="ann")
+    newer: list[int] = []
+
+    def ask_for_another(it: PretendedEngine) -> None:
+        newer.append(store.command("load", "wan2.1-1.3b", owner="ann").id)
+        deadline = time.monotonic() + (10 if overtakes else 0.3)
+        while it._reason is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    engine.during = at("load", 0, ask_for_another)
+    with Worker(store, data, habits=Habits(beat_s=0.01, resident=resident), new_engine=engine) as worker:
+        worker.run(until_idle=True)
+        assert worker._models.names == (("wan2.1-1.3b",) if overtakes else ("flipbook", "wan2.1-1.3b"))
+    first, second = store.get_command(older.id), store.get_command(newer[0])
+    assert second.state is State.COMPLETED
+    if overtakes:
+        assert first.state is State.CANCELLED and first.error and first.error.code == "overtaken"
+    else:
+        assert first.state is State.COMPLETED
+
+
+def test_a_model_that_made_room_for_a_load_that_failed_is_loaded_again_when_there_is_nothing_else_to_do(
+    store: Store, data: Path, engine: type[PretendedEngine]
+) -> None:
+    with Worker(store, data, new_engine=engine) as worker:
+        worker.warm_up("flipbook")
+        command = store.command("load", "wan2.1-1.3b", owner="ann")
+        engine.during = at("load", 0, raising(OutOfMemory("memory ran out: x")))
+        worker._next()
+        assert store.get_command(command.id).state is State.FAILED
+        assert (worker._models.names, worker._models.owed) == ((), "flipbook")
+        job = add(store, model="wan2.1-14b")
+        worker.run(until_idle=True)
+        assert store.get(job.id).state is State.COMPLETED
+        assert (worker._models.names, worker._models.owed) == (("wan2.1-14b",), None), "something else came first"
+        store.command("load", "wan2.1-1.3b", owner="ann")
+        engine.during = at("load", 0, raising(ZeroDivisionError("x")))
+        worker.run(until_idle=True)
+        assert worker._models.names == ("wan2.1-14b",)
+    assert len(engine.born) == 1 and engine.alive == []
+
+
+def test_a_model_that_cannot_be_loaded_again_is_said_and_left(
+    store: Store, data: Path, engine: type[PretendedEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(it: PretendedEngine, event: Event, request: Request) -> None:
+        if event.stage == "load":
+            if it.owes and request.model == it.owes:
+                it.owes = None  # as the engine does
+            raise NotFound("it is not on this machine")
+
+    with Worker(store, data, new_engine=engine) as worker:
+        worker.warm_up("flipbook")
+        store.command("load", "wan2.1-1.3b", owner="ann")
+        engine.during = staticmethod(fails)
+        worker.run(until_idle=True)
+        assert worker._models.names == ()
+    assert "flipbook could not be loaded again: it is not on this machine" in capsys.readouterr().err
+
+
+def test_how_far_a_load_is_stands_in_the_workers_row(store: Store, data: Path, engine: type[PretendedEngine]) -> None:
+    seen: list[Any] = []
+    how_far = Loading(state="placing", component="vae", bytes_done=1, bytes_total=2)
+
+    def load(self: PretendedEngine, model: str, tell: Any) -> None:
+        self.listener(Event(stage="load", done=1, total=2, loading=how_far))
+        deadline = time.monotonic() + 10
+        while not (seen and seen[-1]) and time.monotonic() < deadline:
+            seen.append(store.workers()[0].loading)
+            time.sleep(0.01)
+        self.model = model
+
+    def prepare(self: PretendedEngine, request: Request, *, listener: Any) -> None:
+        self.listener = listener
+        load(self, request.model, None)
+
+    engine.prepare = prepare  # type: ignore[method-assign]
+    with Worker(store, data, habits=Habits(beat_s=0.01), new_engine=engine) as worker:
+        command = store.command("load", "flipbook", owner="ann")
+        worker.run(until_idle=True)
+        assert seen[-1] == {"model": "flipbook", **how_far.to_dict()}
+        assert store.get_command(command.id).stage == "placing"
+        deadline = time.monotonic() + 10
+        while store.workers()[0].loading and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert store.workers()[0].loading is None
 
 
 # --------------------------------------------------------------------------- over PostgreSQL

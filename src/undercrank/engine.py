@@ -16,7 +16,6 @@ import numbers
 import secrets
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -187,6 +186,11 @@ class Engine:
     def model(self) -> str | None:
         """What is loaded, as the request named it; None: nothing."""
         return self._plan.request.model if self._plan else None
+
+    @property
+    def owes(self) -> str | None:
+        """The model that `restore` would load again; None: nothing is owed."""
+        return self._owed.request.model if self._owed else None
 
     def generate(self, request: Request, *, listener: Listener = ignore, on_latents: OnLatents | None = None) -> Clip:
         """Make one clip. Bad input is refused before a weight is read; a cancel stops within one step.
@@ -751,7 +755,7 @@ def _memory_errors(plan: Plan, family: Family, machine: Machine, device: Device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         name, expected = device.torch_name, plan.expected.peak_bytes
         taken = _peak(name)
-        traceback.clear_frames(error.__traceback__)
+        forget_frames(error)
         if taken is not None:
             torch.cuda.empty_cache()
         dense = case_of(plan.request, family, machine, device, plan.load)

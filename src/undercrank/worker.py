@@ -30,11 +30,11 @@ from typing import IO, Any, TypeVar
 import torch
 
 from undercrank import families, shelf, video
-from undercrank.engine import Clip, Engine
+from undercrank.engine import OVERTAKEN, Clip, Engine
 from undercrank.jobs import Claim, Command, Job, JobError, Lease, LeaseLost, State, Store, StoreUnavailable, default_url
 from undercrank.oneshot import remember
 from undercrank.preview import Colours, Previewer
-from undercrank.records import Cancelled, OutOfMemory, Report, Request, UndercrankError
+from undercrank.records import Cancelled, Loading, OutOfMemory, Report, Request, UndercrankError
 from undercrank.settings import settings
 from undercrank.trace import Event, Listener, ignore
 
@@ -45,6 +45,9 @@ KEPT_RUNS = 5
 START_AGAIN = 75
 "Exit status that asks for a new process: this one's device or engine can no longer be trusted (sysexits' TEMPFAIL)."
 
+
+GRACE_S = 1.0
+"A newer load that waits for longer than this is one that no other worker is free to take."
 
 AGAIN_S = 1.0
 "Between two tries to reach a store that is away."
@@ -133,6 +136,8 @@ class Worker:
             self._obey(command)
         elif claim := self._store.claim(self.id):
             self._film(claim)
+        elif model := self._models.owed:
+            self._restore(model)
         else:
             return False
         return True
@@ -207,7 +212,7 @@ class Worker:
         if is_done_for:
             self._models.forget()
         else:
-            self._models.recover(error)
+            self._models.recover(error, work.model)
         if lost:
             raise LeaseLost(f"{lease.job_id} is no longer ours (attempt {lease.attempt})")
         if stopped and work.is_cancelled:
@@ -243,19 +248,28 @@ class Worker:
                     self._load(command)
             except LeaseLost:
                 raise
-            except Cancelled:
+            except Cancelled as cancelled:
                 state = State.CANCELLED
+                if str(cancelled) == OVERTAKEN:
+                    error = JobError(code="overtaken", message=OVERTAKEN, remedy="load it again to have it back")
             except Exception as raised:
                 state, error = State.FAILED, job_error(raised)
-                self._models.recover(raised)
+                self._models.recover(raised, command.model)
             self._insist(lambda: self._store.end_command(command.id, self.id, state, error))
 
     def _load(self, command: Command) -> None:
-        with self._heart.at_work(command.model, None) as work:
+        with self._heart.at_work(command.model, None, command) as work:
+            told_at, stage = 0.0, ""
 
             def told(event: Event) -> None:
+                nonlocal told_at, stage
+                work.hear(event)
+                now = event.loading.state if event.loading else event.stage
+                if now == stage and time.monotonic() - told_at < self._habits.told_s and event.done < event.total:
+                    return
+                told_at, stage = time.monotonic(), now
                 percent = 100 * event.done // max(1, event.total)
-                if self._store.command_progress(command.id, self.id, stage=event.stage, progress=percent):
+                if self._store.command_progress(command.id, self.id, stage=now, progress=percent):
                     work.cancel("cancelled")
 
             told(Event(stage="load", done=0, total=1))
@@ -266,6 +280,17 @@ class Worker:
         engine = self._models.get(model, work)
         engine.prepare(Request(model=model, prompt="", device=self._habits.device), listener=listener)
 
+    def _restore(self, model: str) -> None:
+        """There is nothing else to do: have the model back that made room for a load that came to nothing."""
+        with self._heart.at_work(model, None) as work:
+            try:
+                self._models.restore(work)
+            except Cancelled:
+                pass  # the worker is told to leave
+            except Exception as error:
+                _say(f"{model} could not be loaded again: {job_error(error).message}")
+                self._models.recover(error, model)
+
 
 # --------------------------------------------------------------------------- models that take turns
 
@@ -275,47 +300,66 @@ class Models:
 
     def __init__(self, new_engine: Callable[..., Any], habits: Habits) -> None:
         self._new_engine, self._habits = new_engine, habits
-        self._engines: dict[str, Any] = {}
+        self._engines: list[Any] = []
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name, engine in list(self._engines.items()) if engine.rig is not None)
+        return tuple(model for engine in list(self._engines) if (model := engine.model) is not None)
+
+    @property
+    def owed(self) -> str | None:
+        """A model that made room for a load that then ended badly."""
+        return next((model for engine in self._engines if (model := engine.owes) is not None), None)
 
     def get(self, model: str, work: Work) -> Any:
-        """The engine for this model; those that must make room for it are closed before it reads a weight."""
-        engine = self._engines.pop(model, None)
-        while engine is None and len(self._engines) >= self._habits.resident:
-            self.drop(next(iter(self._engines)))
-        if engine is None:
+        """The engine for this model: that which holds it, else an empty one, else a new one, else the longest unused,
+        whose model makes room once the new one's weights are about to be read."""
+        engine = self._holding(model) or self._holding(None)
+        if engine is None and len(self._engines) < self._habits.resident:
             engine = self._new_engine(
                 allow_pickle=self._habits.allow_pickle,
                 local_files_only=self._habits.local_files_only,
                 encode_ahead=True,
             )
-        self._engines[model] = engine
+            self._engines.append(engine)
+        engine = engine or self._engines[0]
+        self._engines.remove(engine)
+        self._engines.append(engine)
         work.stops(engine.cancel)
         return engine
 
+    def _holding(self, model: str | None) -> Any:
+        return next((engine for engine in self._engines if engine.model == model), None)
+
+    def restore(self, work: Work) -> None:
+        for engine in self._engines:
+            if engine.owes is not None:
+                work.stops(engine.cancel)
+                engine.restore(listener=work.hear)
+
     def drop(self, model: str) -> None:
-        engine = self._engines.pop(model, None)
+        engine = self._holding(model)
         if engine is not None:
+            self._engines.remove(engine)
             engine.close()
         gc.collect()
 
-    def recover(self, error: BaseException) -> None:
-        """After a failure: what memory ran out for, or nobody foresaw, begins anew with fresh weights."""
+    def recover(self, error: BaseException, model: str) -> None:
+        """After a failure: what memory ran out for, or nobody foresaw, begins anew with fresh weights. A load that
+        failed has left nothing to doubt, unless other models held the memory that it lacked."""
         foreseen = isinstance(error, UndercrankError | OSError) and not isinstance(error, OutOfMemory)
-        if not foreseen:
+        if not foreseen and (model in self.names or len(self._engines) > 1):
             self.close()
         gc.collect()
 
     def forget(self) -> None:
         """Not even freed: on a device that is lost, that would fail too."""
-        self._engines = {}
+        self._engines = []
 
     def close(self) -> None:
-        for model in list(self._engines):
-            self.drop(model)
+        while self._engines:
+            self._engines.pop(0).close()
+        gc.collect()
 
 
 # --------------------------------------------------------------------------- the heart
@@ -324,8 +368,9 @@ class Models:
 class Work:
     """What is being done now, and whether it shall go on. Shared by the working thread and the heart."""
 
-    def __init__(self, lease: Lease | None) -> None:
-        self.lease = lease
+    def __init__(self, model: str, lease: Lease | None, command: Command | None) -> None:
+        self.model, self.lease, self.command = model, lease, command
+        self.loading: Loading | None = None
         self.is_cancelled = self.is_lost = False
         self.moved_at = time.monotonic()
         self._stop: Callable[[str], Any] | None = None
@@ -335,6 +380,10 @@ class Work:
         """How to stop it from now on."""
         self._stop = stop
         self.check()
+
+    def hear(self, event: Event) -> None:
+        """It goes on."""
+        self.moved_at, self.loading = time.monotonic(), event.loading
 
     def cancel(self, reason: str) -> None:
         """Somebody asked for it."""
@@ -380,8 +429,8 @@ class Heart:
                 self._store.worker_lost(self._worker)
 
     @contextmanager
-    def at_work(self, model: str, lease: Lease | None) -> Iterator[Work]:
-        self._work, self._model = Work(lease), model
+    def at_work(self, model: str, lease: Lease | None, command: Command | None = None) -> Iterator[Work]:
+        self._work, self._model = Work(model, lease, command), model
         try:
             yield self._work
         finally:
@@ -409,6 +458,8 @@ class Heart:
             except LeaseLost:
                 if self._work is work:  # else it has just ended
                     work.lose()
+        if work is not None and work.command is not None:
+            self._ask(work, work.command)
         self._store.beat(
             self._worker,
             host=socket.gethostname(),
@@ -417,7 +468,20 @@ class Heart:
             state=self._state(work),
             models=self._models.names,
             job_id=work.lease.job_id if work is not None and work.lease else None,
+            loading={"model": work.model, **work.loading.to_dict()} if work is not None and work.loading else None,
         )
+
+    def _ask(self, work: Work, command: Command) -> None:
+        """Shall a load by command go on? One that cannot be held beside a newer one gives way to it."""
+        gives_way = GRACE_S if self._habits.resident == 1 else None
+        try:
+            why = self._store.why_end(command.id, self._worker, gives_way_after_s=gives_way)
+        except LeaseLost:
+            return  # it has just ended
+        if why == "cancelled":
+            work.cancel("cancelled")
+        elif why is not None:
+            work.stop(OVERTAKEN)
 
     def _state(self, work: Work | None) -> str:
         if work is None:
@@ -437,12 +501,14 @@ class Telling:
         self._told_at = 0.0
 
     def __call__(self, event: Event) -> None:
-        self._work.moved_at = time.monotonic()
+        self._work.hear(event)
         is_new_stage = event.stage != self._stage
         if event.stage == "denoise" and event.done:
             self._tell("step", {"step": event.done, "total": event.total, "step_ms": event.step_ms}, event)
         elif is_new_stage or self._is_time(event):
             data = {"stage": event.stage, "done": event.done, "total": event.total, "unit": event.unit}
+            if event.loading is not None:
+                data |= {"state": event.loading.state, "component": event.loading.component}
             self._tell("stage" if is_new_stage else "progress", data, event)
         self._stage = event.stage
         self._work.check()

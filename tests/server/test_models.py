@@ -85,3 +85,15 @@ def test_every_lever_is_listed_with_its_four_paragraphs(client: TestClient) -> N
     cards = client.get("/v1/levers").json()["data"]
     assert [card["name"] for card in cards] == [lever.name for lever in ORDER]
     assert all(word in card["about"] for card in cards for word in ("Does:", "Promises:", "Costs:", "Measured:"))
+
+
+def test_a_model_that_is_being_loaded_says_how_far_it_is(client: TestClient, store: Store, studio: Studio) -> None:
+    store.command("load", "wan2.1-1.3b", owner="ann")
+    assert client.get("/v1/models/wan2.1-1.3b").json()["loading"]["state"] == "queued"
+    how_far = {"state": "placing", "component": "vae", "bytes_done": 3, "bytes_total": 8}
+    for _ in range(2):
+        who = {"host": "h", "pid": 1, "device": "cpu", "state": "loading"}
+        store.beat("w", **who, loading={"model": "wan2.1-1.3b", **how_far})
+        studio.look_around()
+    cards = {card["id"]: card["loading"] for card in client.get("/v1/models").json()["data"]}
+    assert cards["wan2.1-1.3b"] == how_far and cards["flipbook"] is None

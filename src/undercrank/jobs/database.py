@@ -105,6 +105,7 @@ WORKERS = sa.Table(
     sa.Column("job_id", sa.String(64)),
     sa.Column("beats", sa.BigInteger, nullable=False),
     sa.Column("started_at", sa.Float, nullable=False),
+    sa.Column("loading", sa.JSON(none_as_null=True)),
 )
 COMMANDS = sa.Table(
     "commands",

@@ -191,6 +191,8 @@ class Worker(Record):
     job_id: str | None
     beats: int
     started_at: float
+    loading: dict[str, Any] | None
+    "The load under way: its `model`, and how far it is, as the worker tells it."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,9 @@ from undercrank.jobs.database import COMMANDS, WORKERS, Database
 from undercrank.jobs.nouns import ENDED, Command, JobError, LeaseLost, NoSuchJob, State, Worker
 from undercrank.records import BadInput
 
+CANCELLED, OVERTAKEN = "cancelled", "overtaken"
+"Why a load shall end."
+
 _WORKER_COLUMNS = tuple(WORKERS.c[name] for name in Worker.__dataclass_fields__)
 _COMMAND_COLUMNS = tuple(COMMANDS.c[name] for name in Command.__dataclass_fields__)
 
@@ -28,9 +31,11 @@ class Registry(Database):
         state: str,
         models: Sequence[str] = (),
         job_id: str | None = None,
+        loading: Mapping[str, Any] | None = None,
     ) -> None:
         """Say that this worker lives, and how it is; the first beat introduces it."""
-        told = {"state": state, "models": list(models), "job_id": job_id}
+        told: dict[str, Any] = {"state": state, "models": list(models), "job_id": job_id}
+        told["loading"] = dict(loading) if loading else None
         with self._writing() as connection:
             known = sa.update(WORKERS).where(WORKERS.c.id == worker).values(beats=WORKERS.c.beats + 1, **told)
             if connection.execute(known).rowcount == 0:
@@ -101,6 +106,24 @@ class Registry(Database):
     def command_progress(self, command_id: int, worker: str, *, stage: str, progress: int) -> bool:
         """True: somebody asked to cancel. Raises LeaseLost."""
         return self._command_is(command_id, worker, {"stage": stage, "progress": progress}).cancel_requested
+
+    def why_end(self, command_id: int, worker: str, *, gives_way_after_s: float | None = None) -> str | None:
+        """Why a load under way shall end: somebody asked to cancel it, or, where it gives way, a newer load of another
+        model was left waiting for so long, since nobody else is free to take it. None: it goes on. Raises LeaseLost."""
+        newer = sa.select(COMMANDS.c.id).where(
+            COMMANDS.c.state == State.QUEUED,
+            COMMANDS.c.action == "load",
+            COMMANDS.c.id > command_id,
+            COMMANDS.c.created_at <= self._now() - (gives_way_after_s or 0),
+        )
+        with self._reading() as connection:
+            ours = connection.execute(sa.select(*_COMMAND_COLUMNS).where(COMMANDS.c.id == command_id)).one_or_none()
+            if ours is None or (ours.worker, ours.state) != (worker, State.IN_PROGRESS):
+                raise LeaseLost(f"command {command_id} is no longer ours")
+            if ours.cancel_requested:
+                return CANCELLED
+            waits = connection.execute(newer.where(COMMANDS.c.model != ours.model).limit(1)).one_or_none()
+        return OVERTAKEN if gives_way_after_s is not None and waits is not None else None
 
     def end_command(self, command_id: int, worker: str, state: State, error: JobError | None = None) -> Command:
         """Raises LeaseLost."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
@@ -9,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 
 from undercrank import families
-from undercrank.jobs import Command, NoSuchJob
+from undercrank.jobs import Command, NoSuchJob, State
 from undercrank.levers import ORDER
 from undercrank.records import Family
 from undercrank.server.bodies import read_body
@@ -20,6 +22,7 @@ from undercrank.server.schemas import (
     ModelCommand,
     ModelCommandList,
     ModelList,
+    ModelLoading,
     ModelName,
     as_error,
     read,
@@ -34,8 +37,8 @@ CommandId = Annotated[int, Path(ge=1, le=2**31 - 1)]
 @router.get("/v1/models", response_model=ModelList)
 def list_models(studio: TheStudio, owner: TheOwner) -> Any:
     """Every model that can be named, its sizes and defaults, and whether a worker holds it."""
-    loaded = loaded_models(studio)
-    return ModelList(data=[card_of(family, loaded) for family in families.FAMILIES if can_be_served(family)])
+    held = memory_of(studio)
+    return ModelList(data=[card_of(family, held) for family in families.FAMILIES if can_be_served(family)])
 
 
 @router.post("/v1/models/load", response_model=ModelCommand, status_code=202, openapi_extra=MODEL_BODY)
@@ -74,7 +77,7 @@ def retrieve(model_id: str, studio: TheStudio, owner: TheOwner) -> Any:
     family = families.find(model_id)
     if family is None:
         raise NoSuchJob(f"there is no model {model_id[:60]!r}: `/v1/models` lists them")
-    return card_of(family, loaded_models(studio))
+    return card_of(family, memory_of(studio))
 
 
 @router.get("/v1/levers", response_model=LeverList)
@@ -103,10 +106,30 @@ def the_command(studio: Studio, command_id: int, owner: str) -> Command:
     return found
 
 
-def loaded_models(studio: Studio) -> frozenset[str]:
-    """What living workers hold."""
-    alive = studio.watch.alive
-    return frozenset(model for worker in studio.store.workers() if worker.id in alive for model in worker.models)
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What is held, and what is on its way."""
+
+    loaded: frozenset[str]
+    loading: Mapping[str, ModelLoading]
+
+
+def memory_of(studio: Studio) -> Memory:
+    """What living workers hold and load, and what waits for one."""
+    alive = [worker for worker in studio.store.workers() if worker.id in studio.watch.alive]
+    waiting = [each.model for each in studio.store.commands(limit=100) if is_waiting(each)]
+    under_way = {worker.loading["model"]: worker.loading for worker in alive if worker.loading}
+    return Memory(
+        loaded=frozenset(model for worker in alive for model in worker.models),
+        loading={
+            **{model: ModelLoading(state="queued") for model in waiting},
+            **{model: ModelLoading.model_validate(how_far) for model, how_far in under_way.items()},
+        },
+    )
+
+
+def is_waiting(command: Command) -> bool:
+    return command.action == "load" and command.state is State.QUEUED
 
 
 def can_be_served(family: Family) -> bool:
@@ -114,7 +137,7 @@ def can_be_served(family: Family) -> bool:
     return not family.traits & {"video_input", "control_input"}
 
 
-def card_of(family: Family, loaded: frozenset[str]) -> ModelCard:
+def card_of(family: Family, held: Memory) -> ModelCard:
     return ModelCard(
         id=family.id,
         owned_by=family.repo.partition("/")[0] if "/" in family.repo else "undercrank",
@@ -132,7 +155,8 @@ def card_of(family: Family, loaded: frozenset[str]) -> ModelCard:
         negative_prompt=family.negative_prompt,
         takes_image="image_input" in family.traits,
         note=family.note,
-        loaded=family.id in loaded,
+        loaded=family.id in held.loaded,
+        loading=held.loading.get(family.id),
     )
 
 

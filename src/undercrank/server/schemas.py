@@ -357,6 +357,15 @@ class PlanAnswer(BaseModel):
     notes: list[str]
 
 
+class ModelLoading(BaseModel):
+    """How far a model's load is."""
+
+    state: str = Field(description="queued, reading, placing, engaging, warming, ready, failed or cancelled")
+    component: str = Field(default="", description="What is read or placed, or the lever that is engaged.")
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+
 class ModelCard(BaseModel):
     """A model that this server can make clips with, and what it takes."""
 
@@ -379,6 +388,7 @@ class ModelCard(BaseModel):
     takes_image: bool
     note: str
     loaded: bool = Field(description="A living worker has it in memory.")
+    loading: ModelLoading | None = Field(description="A load of it that is under way, or waits for a worker.")
 
 
 class ModelList(BaseModel):
