@@ -11,8 +11,8 @@ Promises: EXACT. Values used on the device still come from the device; latents a
 Costs: one read of the schedule per generation (about 11 us on an L40S, by the authors of the CogVideoX study), and of
 the masks; for UniPC, one rehearsal of the scheduler on two elements per new schedule. The first three steps are watched
 for uploads, and all of them where there are some: about 2 us for each torch function outside the denoiser's blocks. A
-step's own host work: CogVideoX with DDIM 0.2 ms more (one H200), UniPC less than stock's (0.59 ms against 0.72 ms on a
-2-core CPU), since its scalars are known.
+step's own host work: 0.17 to 0.23 ms more (2-core CPU; CogVideoX, HunyuanVideo-1.5, LTX), UniPC none (0.83 ms against
+stock's 0.87 ms), since its scalars are known.
 
 Measured: stalls in the loop as CUDA itself counts them, one H200, 20 steps, tiny random weights: CogVideoX with
 DDIM and dynamic guidance 79 without and 0 with the lever; Wan with UniPC 132 and 0; flipbook, 25 steps, 167 and 0;
