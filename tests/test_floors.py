@@ -74,6 +74,7 @@ FLOORS = {
         "levers.mochi",
         "levers.offload",
         "levers.programs",
+        "levers.prompt_cache",
         "levers.quantize",
         "levers.stacks",
         "levers.step_cache",
@@ -207,6 +208,8 @@ SAME_FLOOR = {
     ("levers.graphs", "levers.mirror"),  # masks that a graph keeps
     ("levers.graphs", "levers.uploads"),  # what a forward sends is sent once
     ("levers", "levers.text_trim"),
+    ("levers", "levers.prompt_cache"),
+    ("levers.prompt_cache", "levers.offload"),  # how weights are sent to the device for a call
     ("levers", "levers.decode"),
     ("levers.decode", "levers.causal"),  # while it is on
     ("levers.compile", "levers.epilogue"),  # part of one mode

@@ -375,7 +375,7 @@ def test_host_sync_by_itself_is_applied_on_a_gpu() -> None:
     made = plan(fidelity="exact")
     found = decision(made, "host_sync")
     assert (found.status, found.promise, found.requested) == (Status.APPLIED, Promise.EXACT, "auto")
-    assert [lever.name for lever in made.levers] == ["host_sync"]
+    assert [lever.name for lever in made.levers] == ["prompt_cache", "host_sync"]
     assert made.promise is Promise.EXACT
 
 
@@ -928,7 +928,7 @@ def on_gpu_with(free_gib: float) -> Machine:
 
 def guarded(machine: Machine, **fields: Any) -> Plan:
     """With all weights on the device."""
-    made = plan(machine, **{"wishes": (("offload", "none"),)} | fields)
+    made = plan(machine, **{"wishes": (("offload", "none"), ("prompt_cache", "keep"))} | fields)
     refuse_if_too_big(made, families.family(made.request.model), machine, machine.devices[0])
     return made
 
@@ -981,7 +981,7 @@ def test_a_refusal_names_the_lever_that_would_make_the_clip_fit() -> None:
         guarded(on_gpu_with(41))
     hunyuan = {"model": "hunyuanvideo-1.5-720p", "num_frames": 33}
     with pytest.raises(OutOfMemory, match=r"or as it is with decode=stream"):
-        guarded(on_gpu_with(50), wishes=(("offload", "none"), ("decode", "off")), **hunyuan)
+        guarded(on_gpu_with(50), wishes=(("offload", "none"), ("decode", "off"), ("prompt_cache", "keep")), **hunyuan)
     with pytest.raises(OutOfMemory) as caught:
         guarded(on_gpu_with(1))
     assert "or as it is" not in str(caught.value)
@@ -1006,7 +1006,7 @@ def test_the_estimate_is_at_least_the_weights_and_grows_with_the_clip_and_the_dt
     weights = 2 * (family.transformer_params + family.text_encoder_params + family.vae_params)
     small, large = plan(width=832, height=480), plan()
     assert weights < small.expected.peak_bytes < large.expected.peak_bytes  # type: ignore[operator]
-    assert plan(dtype="float32").expected.peak_bytes > 1.9 * large.expected.peak_bytes  # type: ignore[operator]
+    assert plan(dtype="float32").expected.peak_bytes > 1.6 * large.expected.peak_bytes  # type: ignore[operator]  # its VAE is in float32 anyway
     assert "not measured" in large.expected.memory_basis
 
 
@@ -1189,7 +1189,7 @@ def test_a_size_that_would_fit_is_one_that_the_model_can_make_and_that_does_fit(
     family = families.family(model)
     num_frames = families.least_frames(family) if shortest else None
     image = "cat.png" if "image_input" in family.traits else None
-    made = plan(model=model, image=image, num_frames=num_frames, wishes=(("offload", "none"),))
+    made = plan(model=model, image=image, num_frames=num_frames, wishes=(("offload", "none"), ("prompt_cache", "keep")))
     assert made.expected.peak_bytes
     machine = on_gpu_with((made.expected.peak_bytes - cut) / 2**30)
     with pytest.raises(OutOfMemory) as caught:

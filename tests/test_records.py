@@ -98,6 +98,7 @@ WORDS = {
     "CudaGraph": {"recorder": st.sampled_from(["cuda", "tape"])},
     "Decode": {"mode": st.sampled_from(["stream", "fused"])},
     "Offload": {"mode": st.sampled_from(["auto", "model", "group"])},
+    "PromptCache": {"mode": st.sampled_from(["auto", "keep", "host"])},
     "Quantize": {
         "transformer": st.sampled_from(["auto", "off", "int8", "mxfp8"]),
         "text_encoder": st.sampled_from(["auto", "off", "fp8_dynamic"]),

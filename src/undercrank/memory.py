@@ -43,6 +43,18 @@ MASKED_TEXT = {"HunyuanVideo15Pipeline": 1000 + 256 + 729, "HunyuanVideo15ImageT
 FILM_CHANNELS = 3
 
 
+WAN_VAE = frozenset(
+    {
+        "WanPipeline",
+        "WanImageToVideoPipeline",
+        "SkyReelsV2Pipeline",
+        "SkyReelsV2DiffusionForcingPipeline",
+        "Cosmos2_5_PredictBasePipeline",
+    }
+)
+"Pipelines whose VAE is loaded in float32 whatever the run's dtype, as its authors ask."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoder(Record):
     """How a VAE decodes. One unit: the frames at once x pixels x `Family.vae_width` values."""
@@ -64,11 +76,7 @@ STREAM = Decoder(units=6.5, frames=5, history=26.7)
 DECODERS = {
     "HunyuanVideo15Pipeline": Decoder(units=7.0, frames=None, is_measured=True),
     "HunyuanVideo15ImageToVideoPipeline": Decoder(units=7.0, frames=None, is_measured=True),
-    "WanPipeline": WAN_LIKE,
-    "WanImageToVideoPipeline": WAN_LIKE,
-    "SkyReelsV2Pipeline": WAN_LIKE,
-    "SkyReelsV2DiffusionForcingPipeline": WAN_LIKE,
-    "Cosmos2_5_PredictBasePipeline": WAN_LIKE,
+    **dict.fromkeys(WAN_VAE, WAN_LIKE),
     "CogVideoXPipeline": Decoder(units=9.0, frames=8, history=25.0),
     "CogVideoXImageToVideoPipeline": Decoder(units=9.0, frames=8, history=25.0),
     "MochiPipeline": Decoder(units=9.0, frames=18, history=25.0),
@@ -111,15 +119,14 @@ def denoise_bytes(case: Case, *, is_masked: bool = True) -> int:
     return _base(case) + blocks + masks
 
 
-def decode_bytes(case: Case, how: Decoder) -> int:
-    """The decoder's tensors, and the film twice: as it is put together, and as it is shown."""
+def decode_bytes(case: Case, how: Decoder, value_bytes: int | None = None) -> int:
+    """The decoder's tensors, and the film twice: as it is put together, and as it is shown. value_bytes: of one value;
+    None: as the product loads the VAE."""
+    own = BYTES_PER_VALUE["float32"] if case.family.pipeline in WAN_VAE else _value(case)
     frames = case.num_frames if how.frames is None else min(case.num_frames, how.frames)
-    frame = _value(case) * case.width * case.height
-    return (
-        BASE
-        + int(frame * case.family.vae_width * (how.units * frames + how.history))
-        + (2 * frame * FILM_CHANNELS * case.num_frames)
-    )
+    frame = (value_bytes or own) * case.width * case.height
+    decoder = int(frame * case.family.vae_width * (how.units * frames + how.history))
+    return _base(case) + decoder + 2 * frame * FILM_CHANNELS * case.num_frames
 
 
 def _base(case: Case) -> int:

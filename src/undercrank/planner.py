@@ -686,7 +686,10 @@ def expected_bytes(case: Case) -> tuple[int | None, str]:
     """Weights by their counted parameters, working memory by formula; a guard against hopeless runs, no promise."""
     if not case.weights or not case.family.transformer_width:
         return None, "the number of parameters of this model is not known"
-    return memory.peak(case), "weights counted, working memory by formula, not measured here"
+    basis = "weights counted, working memory by formula, not measured here"
+    if not memory.decoder(case.family).is_measured:
+        basis += "; that of this decoder not measured anywhere"
+    return memory.peak(case), basis
 
 
 def _dense_bytes(case: Case) -> dict[str, int]:

@@ -22,6 +22,7 @@ SETTINGS = {
     "cfg_parallel": {"device": "cpu"},
     "cuda_graph": {"recorder": "tape"},
     "offload": {"mode": "group"},
+    "prompt_cache": {"mode": "keep"},
     "quantize": {"transformer": "int8"},
 }
 "What a lever needs in order to work without a GPU, and to do anything at all."

@@ -164,6 +164,19 @@ def test_a_vae_that_is_moved_layer_by_layer_decodes_as_it_does(vae: Any) -> None
     assert decoder_of(vae, How()) is None
 
 
+def test_weights_in_float8_are_decoded_by_chunks_where_layers_are_called_and_as_shipped_where_not() -> None:
+    for build, is_streamed in ((hunyuan, True), (wan, False)):
+        torch.manual_seed(0)
+        vae = build().eval().requires_grad_(False).to(torch.bfloat16)
+        vae.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        assert (decoder_of(vae, How()) is not None) is is_streamed
+        z, rig = latents(vae, 3).to(torch.bfloat16), rig_of(vae)
+        stock = whole(vae, z)
+        with Decode().engage(rig), torch.no_grad():
+            assert largest(whole(vae, z), stock) <= BFLOAT16_BOUND
+        assert rig.counters == ({"decode.films": 1} if is_streamed else {"decode.strangers": 1})
+
+
 def test_the_pipeline_shows_the_film_that_it_showed() -> None:
     pipe = tiny_pipeline("hunyuanvideo-1.5-480p")
     pipe.set_progress_bar_config(disable=True)

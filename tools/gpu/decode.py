@@ -122,7 +122,7 @@ HUNYUAN = Row(
     family="hunyuanvideo-1.5-720p", build=diffusers.AutoencoderKLHunyuanVideo15, tiny=_hunyuan_tiny,
     width=1280, height=720, num_frames=33, settings=CAUSAL, profiled=("stock", "stream", "fused"),
 )  # fmt: skip
-ROWS = {
+ROWS = {  # Wan in float32 is as the product loads it
     "hunyuan 720p": HUNYUAN,
     "wan 480p": Row(
         family="wan2.1-14b", build=diffusers.AutoencoderKLWan, tiny=_wan_tiny,
@@ -131,6 +131,10 @@ ROWS = {
     "hunyuan 480p": replace(HUNYUAN, width=848, height=480, settings=FEW, profiled=()),
     "hunyuan 480p, 9 frames, float32": replace(
         HUNYUAN, width=848, height=480, num_frames=9, settings=FEW, profiled=(), against_float32=True
+    ),
+    "wan 480p, float32": Row(
+        family="wan2.1-14b", build=diffusers.AutoencoderKLWan, tiny=_wan_tiny, dtype=torch.float32,
+        width=832, height=480, num_frames=81, settings=FEW,
     ),
     "ltx": Row(
         family="ltx-video", build=diffusers.AutoencoderKLLTXVideo, tiny=_ltx_tiny,

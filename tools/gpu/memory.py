@@ -94,7 +94,10 @@ class Bench:
         resolved, _ = resolve(asked, self.family, device)
         case = case_of(resolved, self.family, machine, device, load_spec(self.family))
         weights = {role: count for role, count in case.weights.items() if role != "text_encoder"}
-        return under(memory.dense(replace(case, weights=weights)), levers)
+        case = under(memory.dense(replace(case, weights=weights)), levers)
+        how = memory.STREAM if any(isinstance(lever, Decode) for lever in levers) else memory.decoder(self.family)
+        value_bytes = memory.BYTES_PER_VALUE[case.dtype]  # the VAE too is in the published dtype here
+        return replace(case, working={**case.working, "decode": memory.decode_bytes(case, how, value_bytes)})
 
     def stages(self, levers: tuple[Lever, ...]) -> dict[str, Any]:
         """Estimate, measured, ratio, of denoising and of decoding; everything resident, as the estimate has it."""

@@ -12,6 +12,7 @@ from undercrank.levers.cuda_graph import CudaGraph
 from undercrank.levers.decode import Decode
 from undercrank.levers.host_sync import HostSync
 from undercrank.levers.offload import Offload
+from undercrank.levers.prompt_cache import PromptCache
 from undercrank.levers.quantize import Quantize
 from undercrank.levers.step_cache import StepCache
 from undercrank.levers.text_trim import TextTrim
@@ -20,6 +21,7 @@ from undercrank.records import BadInput, Lever
 ORDER: tuple[type[Lever], ...] = (
     Quantize,  # at load, before weights are placed: whatever moves, reads or compiles them finds them as they are
     Decode,  # of the VAE alone, whose formats are known; before what asks whether everything fits, which it decides
+    PromptCache,  # of the text encoders alone; like the one above
     Offload,  # after the formats, whose bytes it moves; its hooks are the innermost: what comes next wraps them
     CfgParallel,  # copies denoisers that nothing has touched, so that all others engage on both; it routes where a
     # denoiser is called, which is above all that they change in its forward and its blocks

@@ -42,18 +42,21 @@ class How:
 
 
 def decoder_of(vae: Any, how: How) -> Decoder | None:
-    """A decoder for one film of this VAE; None: it is of another kind, or moved by hooks that must see its layers."""
+    """A decoder for one film of this VAE; None: it is of another kind, or under hooks that must see its calls."""
     kind = DECODERS.get(type(vae).__name__)
-    return kind(vae, how) if kind and not any(map(_is_moved, vae.decoder.modules())) else None
+    return kind(vae, how) if kind and not any(_has_hook(m, kind.hooks) for m in vae.decoder.modules()) else None
 
 
-def _is_moved(module: Any) -> bool:
+def _has_hook(module: Any, names: tuple[str, ...]) -> bool:
     registry = vars(module).get("_diffusers_hook")
-    return registry is not None and registry.get_hook("group_offloading") is not None
+    return registry is not None and any(registry.get_hook(name) is not None for name in names)
 
 
 class Decoder:
     """One film on its way through a decoder. Its convolutions' last frames live as long as it does."""
+
+    hooks: tuple[str, ...] = ("group_offloading",)
+    "Of diffusers, that it cannot pass: they move the weights of a block that is called as a whole."
 
     def __init__(self, vae: Any, how: How) -> None:
         self.vae, self.how = vae, how
@@ -241,7 +244,10 @@ def _causal_attention(block: Any, x: Any) -> Any:
 
 
 class WanDecoder(Decoder):
-    """Everything in chunks: its attention looks at one frame at a time."""
+    """Everything in chunks: its attention looks at one frame at a time. Its convolutions are given their input padded,
+    which their own forward would pad again: their weights are used, not their forward."""
+
+    hooks = ("group_offloading", "layerwise_casting")
 
     def as_returned(self, film_BCFHW: Any, return_dict: bool = True) -> Any:
         return DecoderOutput(sample=film_BCFHW) if return_dict else (film_BCFHW,)

@@ -151,7 +151,7 @@ def _whole_while_called(vae: Any, device: str) -> Iterator[None]:
     def moved(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def on_device(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            with _sent(vae, device):
+            with sent(vae, device):
                 return call(tensor.to(device), *args, **kwargs)
 
         return on_device
@@ -166,7 +166,7 @@ def _whole_while_called(vae: Any, device: str) -> Iterator[None]:
 
 
 @contextmanager
-def _sent(part: Any, device: str) -> Iterator[None]:
+def sent(part: Any, device: str) -> Iterator[None]:
     """Copies of the weights on the device; those on the host stay where they are, and are the weights again after."""
     tensors = [*part.parameters(), *part.buffers()]
     on_host = [tensor.data for tensor in tensors]
