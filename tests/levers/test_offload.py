@@ -53,16 +53,18 @@ def test_it_stays_off_where_everything_fits() -> None:
 
 def test_it_moves_as_little_as_the_device_asks_for() -> None:
     resident = plan().expected.peak_bytes or 0
-    assert mode(plan(resident / GIB - 0.1)) == "model"
-    assert mode(plan(20)) == "group"
+    less = resident / GIB - 0.1
+    assert mode(plan(less)) == "none"  # the text encoders wait on the host, and that is enough
+    assert mode(plan(less, wishes={"prompt_cache": "keep"})) == "model"
+    assert mode(plan(26)) == "group"
     small = plan(1)
     assert mode(small) == "none" and "does not fit with offload=group either" in reason(small)
 
 
 def test_the_plan_expects_less_of_the_device_and_the_request_is_no_longer_refused() -> None:
-    made, resident = plan(20), plan(20, wishes={"offload": "none"})
-    assert made.expected.peak_bytes < 20 * GIB < resident.expected.peak_bytes and not made.load.resident
-    family, machine = families.family(WAN), Machine(name="m", devices=(replace(GPU, free_bytes=20 * GIB),), cpu_count=1)
+    made, resident = plan(26), plan(26, wishes={"offload": "none"})
+    assert made.expected.peak_bytes < 26 * GIB < resident.expected.peak_bytes and not made.load.resident
+    family, machine = families.family(WAN), Machine(name="m", devices=(replace(GPU, free_bytes=26 * GIB),), cpu_count=1)
     refuse_if_too_big(made, family, machine, machine.devices[0])
     with pytest.raises(OutOfMemory):
         refuse_if_too_big(resident, family, machine, machine.devices[0])
