@@ -39,9 +39,12 @@ from undercrank.machine import this_machine
 from undercrank.undo import swap_attr
 
 OFF = dict.fromkeys(knobs(), "off")
-FAITHFUL = {"host_sync": "on", "compile": "parity"}
+FAITHFUL = {"host_sync": "on", "compile": "parity", "decode": "stream"}
 STEPS = 2
 "Timed forwards of a call; guidance is off, so that each is one step."
+TOKENS = "tokens"
+"In a setting: how they lie. The patches' convolution leaves them by columns, and every block keeps them so."
+AGAIN = "dense again"
 EVERYTHING = "transformer=fp8 text_encoder=fp8 vae=fp8"
 Rows = Iterator[tuple[str, Callable[[], Any]]]
 
@@ -74,10 +77,10 @@ class Bench:
         self.subject: Subject = SUBJECTS[self.model.subject]
         self.pipe = self.subject.pipeline(device, rehearse)
         self.levers = OFF | ({} if rehearse else FAITHFUL) | self.model.more
-        self.encoder, self.ids = _encoder(self.model.encoder, device, rehearse)
+        encoder, self.ids = _encoder(self.model.encoder, device, rehearse)
         self.parts: dict[tuple[str, str], Any] = {
             ("transformer", "dense"): self.pipe.transformer, ("vae", "dense"): self.pipe.vae,
-            ("text_encoder", "dense"): self.encoder,
+            ("text_encoder", "dense"): encoder,
         }  # fmt: skip
         self.forwards: dict[str, torch.Tensor] = {}
         "By setting: the first forward of its first call, in float32 on the host."
@@ -89,9 +92,10 @@ class Bench:
     def part(self, role: str, word: str) -> Any:
         """The component in this format, made from the dense one when it is first asked for."""
         if (role, word) not in self.parts:
-            few = copy.deepcopy(self.parts[role, "dense"])
-            formats.convert(few, role, FORMATS[role, word], device=self.device)
-            self.parts[role, word] = few
+            other = copy.deepcopy(self.parts[role, "dense"])
+            if word != AGAIN:
+                formats.convert(other, role, FORMATS[role, word], device=self.device)
+            self.parts[role, word] = other
         return self.parts[role, word]
 
     def drop(self, *words: tuple[str, str]) -> None:
@@ -115,7 +119,8 @@ class Bench:
         """Settings (role -> word) against the first: times there and back, ratios, peak of each alone."""
         for setting in settings.values():
             for role, word in setting.items():
-                self.part(role, word)
+                if role != TOKENS:
+                    self.part(role, word)
         first = {} if is_warm else {name: kept(lambda name=name: work(name)) for name in settings}
         failed = {name: run for name, run in first.items() if "failed" in run}
         names = [name for name in settings if name not in failed]
@@ -148,6 +153,8 @@ class Bench:
         with contextlib.ExitStack() as stack:
             for role in ("transformer", "vae"):
                 stack.enter_context(_given(self.pipe, role, self.part(role, setting.get(role, "dense"))))
+            if setting.get(TOKENS) == "rows":
+                stack.enter_context(_tokens_by_rows(self.pipe.transformer))
             # Only now: the inputs come in the type of the denoiser that is called.
             inputs = self.subject.inputs(self.pipe, self.device, 1 if is_first else steps, self.rehearse) | more
             seen = stack.enter_context(_first_forward(self.pipe.transformer)) if is_first else []
@@ -201,7 +208,18 @@ class Bench:
 
     def denoisers(self, *words: str) -> dict[str, Any]:
         """Forwards of the denoiser in these formats against the dense one, and how far the first one is from its."""
-        settings = {"faithful": {}} | {f"transformer={word}": {"transformer": word} for word in words}
+        settings: dict[str, dict[str, str]] = {f"transformer={word}": {"transformer": word} for word in words}
+        return self._denoisers({"faithful": {}} | settings)
+
+    def layouts(self) -> dict[str, Any]:
+        """The same with the tokens laid by rows before the first block; in copies, whose code is compiled for it."""
+        words = {"tokens by rows": AGAIN, "transformer=fp8, tokens by rows": "fp8"}
+        self.drop(*(("transformer", word) for word in words.values()))
+        return self._denoisers(
+            {"faithful": {}} | {name: {TOKENS: "rows", "transformer": word} for name, word in words.items()}
+        )
+
+    def _denoisers(self, settings: dict[str, dict[str, str]]) -> dict[str, Any]:
         found = self.compare(settings, lambda name: self.call(name, settings[name]), ("transformer",))
         for name in settings:
             if name in found and "failed" not in found[name]:
@@ -284,7 +302,8 @@ class Bench:
             run = self.call(denoiser, setting, output_type="pt")
             return run | {"ms": [(encode_s + run["wall_s"]) * 1000]}
 
-        return self.compare(settings, work, roles, is_warm=True)
+        is_warm = {"faithful", "transformer=fp8"} <= set(self.forwards)
+        return self.compare(settings, work, roles, is_warm=is_warm)
 
 
 @contextlib.contextmanager
@@ -296,6 +315,15 @@ def _given(pipe: Any, name: str, part: Any) -> Iterator[None]:
         yield
     finally:
         pipe.register_modules(**{name: stock})
+
+
+@contextlib.contextmanager
+def _tokens_by_rows(denoiser: Any) -> Iterator[None]:
+    """Channels last out of the first convolution: flattened and turned, each token is a row."""
+    patches = next(module for module in denoiser.modules() if isinstance(module, torch.nn.Conv3d))
+    stock = patches.forward
+    with swap_attr(patches, "forward", lambda x: stock(x).contiguous(memory_format=torch.channels_last_3d)):
+        yield
 
 
 @contextlib.contextmanager
@@ -512,10 +540,17 @@ def _rows(device: str, rehearse: bool) -> Rows:
         yield f"{name}: text encoder", lambda name=name: bench(name).encodings()  # 8; 8
         yield f"{name}: vae=fp8", lambda name=name: bench(name).decodings()  # 20; 12
         yield f"{name}: together", lambda name=name: bench(name).together()  # 22; 29
-        if name in benches:
+        if name in benches:  # what only they needed
             benches[name].drop(*((role, "fp8") for role in ("transformer", "text_encoder", "vae")))
+            benches[name].drop(("text_encoder", "dense"))
     for name in MODELS:
         yield f"{name}: transformer=fp8_ffn, int8", lambda name=name: bench(name).denoisers("fp8_ffn", "int8")  # 50; 60
+        if name in benches:
+            benches[name].drop(*(("transformer", word) for word in ("fp8_ffn", "int8")))
+    for name in MODELS:
+        yield f"{name}: layouts", lambda name=name: bench(name).layouts()  # 50; 60
+        if name in benches:
+            benches[name].drop(*(("transformer", word) for word in (AGAIN, "fp8")))
     for name in reversed(MODELS):
         yield f"{name}: floor of one forward", lambda name=name: bench(name).floor()  # 45; 25
     yield "compile", lambda: compiling(device, rehearse)  # 90
