@@ -90,6 +90,7 @@ class Knobs(_Strict):
     text_trim: Setting | None = Field(None, description="No attention to padding of the text.")
     offload: Setting | None = Field(None, description="Weights in host memory, moved in as they are needed.")
     decode: Setting | None = Field(None, description="Latents become frames chunk by chunk.")
+    prompt_cache: Setting | None = Field(None, description="A prompt is read once; its reader may wait on the host.")
     context_parallel: Setting | None = Field(None, description="One clip over several devices.")
 
 
