@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from undercrank import paths
+from undercrank.ledger import read_ledger
 from undercrank.paths import Path as SearchedPath
 from undercrank.prompts import TOY
 
 TOOLS = Path(__file__).parent.parent / "tools" / "study"
+COMMITTED = Path(__file__).parent.parent / "docs" / "evidence" / "step-cache-flipbook"
 STEPS = 12
 SCHEDULES = ("111101010001", "110010010001", "110000100001")
 
@@ -113,3 +116,55 @@ def test_what_a_preset_is_held_to() -> None:
     assert kept("balanced", 18, 31.0, 0.01)
     assert not kept("balanced", 18, 29.0, 0.01) and not kept("balanced", 18, 31.0, 0.03)
     assert not kept("fast", 18, 31.0, 0.01) and kept("fast", 16, 31.0, 0.01)
+
+
+# --------------------------------------------------------------------------- the report that is committed
+
+
+@pytest.fixture(scope="module")
+def report() -> ModuleType:
+    return tool("step_cache_report")
+
+
+@pytest.fixture(scope="module")
+def committed(report: ModuleType) -> Any:
+    return report.read(COMMITTED)
+
+
+def test_the_committed_report_is_what_its_results_say(report: ModuleType, committed: Any, tmp_path: Path) -> None:
+    report.write(committed, tmp_path)
+    for name in ("report.md", "report.html", "results.jsonl"):
+        assert (tmp_path / name).read_text() == (COMMITTED / name).read_text(), name
+
+
+def test_it_is_of_twelve_held_out_prompts_three_seeds_and_three_numbers_of_steps(committed: Any) -> None:
+    assert committed.counts == (20, 30, 50)
+    assert committed.about["prompts"] == list(TOY) and committed.about["seeds"] == [1, 2, 3]
+    assert all(len(row.films["psnr_db"]) == 36 for row in committed.rows)
+    assert not {prompt for each in committed.paths for prompt in each["prompts"]} & set(TOY)
+
+
+def test_the_searched_path_is_nearer_than_the_rule_at_equal_calls_everywhere(
+    report: ModuleType, committed: Any
+) -> None:
+    paths_ = [row for steps in committed.counts for row in committed.of(steps, "path")]
+    assert len(paths_) == 9
+    for row in paths_:
+        rivals = [other for other in committed.of(row.of, "equal") if other.preset == row.preset]
+        assert len(rivals) >= 2 and all(row.calls - 1 <= other.calls <= row.calls for other in rivals)
+        assert all(row.nearer(other, metric) for other in rivals for metric in report.GATES), row.name
+
+
+def test_presets_keep_what_they_are_held_to_but_for_quality_at_20_steps(report: ModuleType, committed: Any) -> None:
+    kept = {}
+    for steps in committed.counts:
+        for row in committed.of(steps, "path"):
+            kept[steps, row.preset] = report.holds(row, committed.floor(steps), committed.plain(row)[0])
+    assert [cell for cell, holds in kept.items() if not holds] == [(20, "quality")]
+
+
+def test_what_ships_is_what_the_study_found(report: ModuleType, committed: Any) -> None:
+    found = [SearchedPath.from_dict(each) for each in committed.paths]
+    assert [path for path in paths.read_paths() if path.source == "searched"] == found
+    rows = [row for row in read_ledger(Path("no such file")).rows if row.setting.startswith("searched ")]
+    assert rows == report.as_measurements(committed)
