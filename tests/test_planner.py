@@ -699,6 +699,23 @@ def test_a_word_is_the_fastest_setting_whose_recorded_distance_it_allows(order: 
     assert decision(plan(fidelity="fast", rows=()), "graded").status is Status.DECLINED
 
 
+def test_two_lossy_levers_are_held_to_what_was_measured_of_both_together(order: Order) -> None:
+    order(Lossy, Graded)
+    rows = (a_row(), graded("bold", 1.4, 0.08))
+    apart = decision(plan(fidelity="quality", rows=rows), "graded")
+    assert apart.chosen == "bold" and apart.reason.endswith("measured apart from crush")
+    both = own(id="both", lever=None, setting="crush=on, graded=bold", gain=1.8)
+    found = decision(plan(fidelity="quality", rows=(*rows, both)), "graded")
+    assert found.chosen == "bold" and "apart" not in found.reason and found.evidence == ("bold", "both")
+    far = replace(both, distances={"lpips": 0.15})
+    found = decision(plan(fidelity="quality", rows=(*rows, far)), "graded")
+    assert found.status is Status.DECLINED and "together with crush its measured distance (lpips 0.15)" in found.reason
+    assert found.evidence == ("both",)
+    assert decision(plan(fidelity="balanced", rows=(*rows, far)), "graded").chosen == "bold"
+    elsewhere = replace(far, machine="another")
+    assert decision(plan(fidelity="quality", rows=(*rows, elsewhere)), "graded").chosen == "bold"
+
+
 def test_a_setting_that_was_measured_on_this_machine_may_be_chosen_though_the_lever_would_not(order: Order) -> None:
     order(Graded)
     shipped = graded("searched", 3.0, 0.05)

@@ -337,8 +337,8 @@ def decide(
     decided: dict[type[Lever], Decision] = {}
     for cls in sorted(ORDER, key=lambda cls: (not _explicit(cls, request), _gains_less(cls, case, ledger))):
         clash = _clash(cls, list(engaged))
-        now = under(case, [engaged[cls] for cls in ORDER if cls in engaged])
-        lever, decided[cls] = _decide_one(cls, request, now, ledger, clash, load)
+        on = [engaged[cls] for cls in ORDER if cls in engaged]
+        lever, decided[cls] = _decide_one(cls, request, under(case, on), ledger, clash, load, on)
         if lever is not None:
             engaged[cls] = lever
     return tuple(engaged[cls] for cls in ORDER if cls in engaged), tuple(decided[cls] for cls in ORDER)
@@ -371,7 +371,13 @@ def _clash(cls: type[Lever], engaged: list[type[Lever]]) -> str | None:
 
 
 def _decide_one(
-    cls: type[Lever], request: Request, case: Case, ledger: Ledger, clash: str | None, load: LoadSpec
+    cls: type[Lever],
+    request: Request,
+    case: Case,
+    ledger: Ledger,
+    clash: str | None,
+    load: LoadSpec,
+    on: Sequence[Lever],
 ) -> tuple[Lever | None, Decision]:
     """Of the lever's choices that may engage the one that was measured to gain most, of equal ones the first; where
     none may, what is said of the last one that has rows."""
@@ -383,7 +389,7 @@ def _decide_one(
     answers = []
     for choice in choices:
         hindrance = clash or _comes_too_late(choice, load)
-        answers.append(_decide_choice(choice, wishes, explicit, request, case, ledger, hindrance))
+        answers.append(_decide_choice(choice, wishes, explicit, request, case, ledger, hindrance, on))
     able = [answer for answer in answers if answer[0] is not None]
     told = next((answer for answer in reversed(answers) if answer[1].evidence), answers[-1])
     return max(able, key=lambda answer: _recorded_gain(answer[0], case, ledger), default=told)
@@ -416,6 +422,7 @@ def _decide_choice(
     case: Case,
     ledger: Ledger,
     hindrance: str | None,
+    on: Sequence[Lever],
 ) -> tuple[Lever | None, Decision]:
     cls = type(lever)
     requested = " ".join(f"{knob}={value}" for knob, value in wishes.items()) or "auto"
@@ -475,8 +482,14 @@ def _decide_choice(
             return None, answer(Status.DECLINED, unproven, rows)
     elif promise is Promise.LOSSY and all(row.source == "published" for row in _measured(rows)):
         vouched = "published, not verified here"
-    reason = "; ".join(filter(None, (lever.summary, f"promise {promise.value}", vouched)))
-    return lever, answer(Status.APPLIED, reason, rows)
+    beside = [each for each in on if Promise.LOSSY is promise is each.promises(case)]
+    joint = measured_together([*beside, lever], case, ledger) if beside else ()
+    if beside and joint and (unproven := unproven_loss(joint, request.fidelity, case)):
+        names = ", ".join(each.name for each in beside)
+        return None, answer(Status.DECLINED, f"together with {names} {unproven}", joint)
+    apart = f"measured apart from {', '.join(each.name for each in beside)}" if beside and not joint else None
+    reason = "; ".join(filter(None, (lever.summary, f"promise {promise.value}", vouched, apart)))
+    return lever, answer(Status.APPLIED, reason, (*rows, *joint))
 
 
 def doubts(plan: Plan, family: Family, machine: Machine) -> dict[str, str]:
@@ -498,6 +511,27 @@ def _comes_too_late(lever: Lever, load: LoadSpec) -> str | None:
     if load.source != "live" or lever.configure(load) == load:
         return None
     return "already loaded: it acts while weights are read, so let undercrank load the model"
+
+
+def measured_together(levers: Sequence[Lever], case: Case, ledger: Ledger) -> tuple[Measurement, ...]:
+    """Whole runs on this machine with just these lossy settings, as `undercrank tune` names them; () where there is
+    none."""
+    words = {word for lever in levers for word in _wishes_for(lever, case)}
+    return tuple(
+        row
+        for row in ledger.rows
+        if row.lever is None and row.family == case.family.id and is_own(row, case) and row.distances
+        and words and set(row.setting.split(", ")) == words
+    )  # fmt: skip
+
+
+def _wishes_for(lever: Lever, case: Case) -> Iterator[str]:
+    """The wishes of its own grid that ask for this setting; of a lever whose knobs are apart, for each part of it."""
+    parts = set(lever.setting.split())
+    for wishes in lever.grid(case.num_inference_steps):
+        setting = lever.from_wish(dict(wishes)).choices(case)[0].setting
+        if setting == lever.setting or (lever.apart and setting and set(setting.split()) <= parts):
+            yield from (f"{knob}={value}" for knob, value in wishes)
 
 
 def denied_by(row: Measurement) -> str:
