@@ -1,4 +1,4 @@
-"""Ledger rows out of what `never_wait.py` and `fewer_bits.py` wrote.
+"""Ledger rows out of what `never_wait.py`, `fewer_bits.py` and `decode.py` wrote.
 
     python tools/gpu/rows.py never_wait.json [more.json ...] >> src/undercrank/evidence/h200.jsonl
 
@@ -116,6 +116,45 @@ def _companion(
     )
 
 
+DECODED = {
+    "hunyuan 720p": ("hunyuanvideo-1.5-720p", 1280, 720, 33, "bfloat16"),
+    "hunyuan 480p": ("hunyuanvideo-1.5-480p", 848, 480, 33, "bfloat16"),
+    "wan 480p, float32": ("wan2.1-14b", 832, 480, 81, "bfloat16"),
+}
+"""Rows of `decode.py` that are of a VAE as the product loads it: Wan's in float32 beside a denoiser in bfloat16."""
+
+
+def decode_rows(story: dict[str, Any]) -> list[Measurement]:
+    """Of `decode.py`: the two settings of the lever against the VAE as shipped, one decode each, in both orders."""
+    found = []
+    for name, subject in DECODED.items():
+        row = story.get(name, {})
+        stock = row.get("stock", {})
+        for setting in ("stream", "fused"):
+            measured = row.get(setting, {})
+            if "median_ms" not in stock or "median_ms" not in measured or "complaint" in measured:
+                continue
+            ratios = [a / b for a, b in zip(stock["ms"], measured["ms"], strict=True)]
+            found.append(
+                _measurement(
+                    story,
+                    subject,
+                    lever="decode",
+                    setting=setting,
+                    num_inference_steps=1,
+                    n=len(ratios),
+                    gain=round(statistics.median(ratios), 4),
+                    distances={"decode_relative": round(measured["relative"], 6)},
+                    note=f"one decode, no denoising: {stock['median_ms']:.0f} -> {measured['median_ms']:.0f} ms; pairs "
+                    f"{', '.join(f'{ratio:.3f}' for ratio in ratios)}; {stock['peak_gib']:.1f} -> "
+                    f"{measured['peak_gib']:.1f} GiB over {measured['resting_gib']:.1f} at rest; largest difference "
+                    f"{measured['max_abs']:.3g} of {measured['largest_value']:.2f}; "
+                    f"first call {measured['first_ms']:.0f} ms",
+                )
+            )
+    return found
+
+
 def _measurement(story: dict[str, Any], subject: tuple[Any, ...], **measured: Any) -> Measurement:
     family, width, height, num_frames, dtype = subject
     machine = story["machine"]
@@ -208,7 +247,7 @@ def _note(pair: Pair, a: dict[str, Any], b: dict[str, Any], ratios: list[float])
 def main() -> None:
     for path in sys.argv[1:]:
         story = json.loads(Path(path).read_text())
-        for row in (*rows_of(story), *companion_rows(story)):
+        for row in (*rows_of(story), *companion_rows(story), *decode_rows(story)):
             print(row.to_json())
 
 
