@@ -129,6 +129,7 @@ def test_a_clip_made_with_a_head_start_is_the_clip_made_without(tmp_path: Path) 
         plain = engine.generate(SMALL)
     assert ahead.encoded is not None and len(ahead.encoded.packets) == 9 and plain.encoded is None
     assert np.array_equal(ahead.frames_FHWC, plain.frames_FHWC) and not encoders()
+    assert "encode" in ahead.report.trace.stage_s and "encode" not in plain.report.trace.stage_s
     files = [
         video.write_mp4(tmp_path / f"{name}.mp4", clip.frames_FHWC, fps=clip.fps, recipe={}, encoded=clip.encoded)
         for name, clip in (("ahead", ahead), ("plain", plain))

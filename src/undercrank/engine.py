@@ -293,6 +293,8 @@ class Engine:
             with self._encoding(plan.request) as encoder:
                 film = functools.partial(_film, rig, plan.request, inputs, on_latents, encoder)
                 frames_FHWC, trace, receipts = self.run(plan, film, listener)
+            if encoder:
+                trace = replace(trace, stage_s={**trace.stage_s, "encode": encoder.wait_s})
         report = Report(
             undercrank=undercrank.__version__,
             request=plan.request,

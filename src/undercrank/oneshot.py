@@ -253,7 +253,7 @@ def _write(clip: Clip, outputs: Outputs, listener: Any) -> Path:
         clip.save_master(outputs.master)
     if outputs.report:
         trace = clip.report.trace
-        stage_s = {**trace.stage_s, "encode": time.perf_counter() - begun}
+        stage_s = {**trace.stage_s, "encode": trace.stage_s.get("encode", 0.0) + time.perf_counter() - begun}
         report = replace(clip.report, trace=replace(trace, stage_s=stage_s))
         with appears_whole(outputs.report) as part:
             part.write_text(report.to_json(indent=2) + "\n", encoding="utf-8")

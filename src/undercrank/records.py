@@ -614,7 +614,7 @@ class Trace(Record):
     """What really happened in one run."""
 
     stage_s: dict[str, float]
-    "Seconds per stage: load, text, denoise, decode; and encode in the report of a clip that was written."
+    "Seconds per stage: load, text, denoise, decode; and encode, as far as it was waited for, of a clip in a file."
     step_ms: tuple[float, ...]
     stalls: int | None
     "Host waits inside the denoising loop; None where the device cannot tell."

@@ -16,6 +16,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -339,6 +340,8 @@ class Encoder:
 
     def __init__(self, fps: Fraction | int | float, crf: int) -> None:
         self.encoded: Encoded | None = None
+        self.wait_s = 0.0
+        "How long the last packet was waited for."
         self._fps, self._crf = exact_fps(fps), crf
         self._chunks: queue.Queue[Callable[[], np.ndarray] | None] = queue.Queue(FRAMES_WAIT)
         self._packets: list[Any] = []
@@ -357,8 +360,10 @@ class Encoder:
 
     def close(self) -> None:
         """Wait for the last packet, and end the thread."""
+        begun = time.perf_counter()
         self._chunks.put(None)
         self._thread.join()
+        self.wait_s = time.perf_counter() - begun
         if self._error is None and self._wanted and self._packets:
             self.encoded = Encoded(packets=tuple(self._packets), fps=self._fps, crf=self._crf)
 

@@ -586,7 +586,8 @@ def write_files(
         files["master"] = clip.save_master(folder / "master.mkv", listener=listener)
     files["thumbnail"] = video.write_thumbnail(folder / "thumbnail.png", clip.frames_FHWC)
     files["preview"] = video.write_webp(folder / "preview.webp", clip.frames_FHWC, fps=clip.fps)
-    stage_s = {**clip.report.trace.stage_s, "encode": time.perf_counter() - begun}
+    stage_s = clip.report.trace.stage_s
+    stage_s = {**stage_s, "encode": stage_s.get("encode", 0.0) + time.perf_counter() - begun}
     report = replace(clip.report, trace=replace(clip.report.trace, stage_s=stage_s))
     files["report"] = folder / "report.json"
     with video.appears_whole(files["report"]) as part:
