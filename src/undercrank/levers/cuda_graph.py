@@ -13,9 +13,9 @@ device: small models, small clips, busy hosts. Models that select tokens by the 
 each clip, and need host_sync.
 
 Measured: on one H200, levers kept on, loops of 20 steps (n = 4), over `host_sync` alone: Wan 2.1 1.3B at 416x240, 17
-frames, 46.1 ms a step became 20.7 ms, of compiled blocks 24.1 and 13.8 ms; LTX-Video at 384x256, 25 frames, 47.7 and 8.1
-ms, of compiled blocks 22.5 and 4.8 ms. Recording takes 0.5 s. CogVideoX-2b at full size gains nothing. Latents equal.
-Spread: docs/evidence.md.
+frames, 46.1 ms a step became 20.7 ms, of compiled blocks 24.1 and 13.8 ms; LTX-Video at 384x256, 25 frames, 47.7 and
+8.1 ms, of compiled blocks 22.5 and 4.8 ms. Recording takes 0.5 s. CogVideoX-2b at full size gains nothing. Latents
+equal. Spread: docs/evidence.md.
 """
 
 from __future__ import annotations
