@@ -1,0 +1,56 @@
+"""tools/gpu/rows.py: what the scripts on a GPU wrote becomes rows that the ledger reads."""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from undercrank.ledger import read_ledger
+
+TOOL = Path(__file__).parents[1] / "tools" / "gpu" / "rows.py"
+
+
+def tool() -> Any:
+    import sys
+
+    spec = spec_from_file_location("gpu_rows", TOOL)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    sys.modules["gpu_rows"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def side(ms: float, **more: Any) -> dict[str, Any]:
+    return {"ms": [ms, ms + 1], "median_ms": ms, "gain": [1.2, 1.1], "weights_gb": 9.0, "peak_gb": 20.0} | more
+
+
+def test_each_companion_becomes_a_row_and_dense_sides_and_failures_none(own_ledger: Path) -> None:
+    compiled = {"one_forward": 0.03, "compile_s": 20.0, "graphs": 1, "layers": 6, "finite": True}
+    story = {
+        "machine": {"name": "m", "packages": {"torch": "2.11.0"}, "driver": "580", "devices": [{"name": "an H200"}]},
+        "torch": "2.11.0",
+        "products": {"rows": {}, "products": {}, "took_s": 1.0},
+        "wan 14b: transformer=fp8": {
+            "faithful": side(2800.0, **compiled | {"one_forward": 0.0}),
+            "transformer=fp8": side(2400.0, **compiled),
+            "transformer=int8": {"failed": "RuntimeError"},
+            "took_s": 60.0,
+        },
+        "wan 14b: vae=fp8": {"faithful": side(1800.0), "vae=fp8": side(1850.0, relative_error=0.02)},
+        "wan 14b: together": {"faithful": side(7000.0), "transformer=fp8 vae=fp8": side(6000.0)},
+        "wan 14b: layouts": {"faithful": side(2800.0, **compiled), "tokens by rows": side(2700.0, **compiled)},
+        "wan 14b: floor of one forward": {"faithful": 0.02, "transformer=fp8": 0.04, "took_s": 30.0},
+        "compile": {"failed": "OutOfMemoryError"},
+    }
+    rows = tool().companion_rows(story)
+    assert [row.setting for row in rows] == ["transformer=fp8", "vae=fp8", "transformer=fp8 vae=fp8"]
+    denoiser, vae, both = rows
+    assert (denoiser.step_ms, denoiser.gain, denoiser.total_s) == (2400.0, 1.15, None)
+    assert denoiser.distances == {"one_forward": 0.03} and denoiser.floor == {"one_forward": 0.02}
+    assert "compiled in 20.0 s, dense 20.0 s" in denoiser.note and denoiser.peak_bytes == 20_000_000_000
+    assert vae.step_ms is None and vae.gain is None and "a decoding: 1800.0 ms dense, 1850.0 ms" in vae.note
+    assert both.total_s == 6.0 and both.gain == 1.15
+    own_ledger.write_text("".join(row.to_json() + "\n" for row in rows))
+    assert read_ledger().rows[-len(rows) :] == tuple(rows)
