@@ -52,6 +52,7 @@ FLOORS = {
         "jobs.watch",
     ),
     2: (
+        "fetching",
         "fleet",
         "shelf",
         "webhooks",
@@ -294,7 +295,7 @@ DOORS = {
     "pynvml": {"machine"},
     "rich": {"screen"},
     "typer": {"cli"},
-    "huggingface_hub": {"sources"},
+    "huggingface_hub": {"fetching", "sources"},
     "torchao": {"levers.formats"},
     "sqlalchemy": {
         "jobs.database",

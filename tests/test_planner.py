@@ -1385,3 +1385,30 @@ def test_five_is_not_fifty() -> None:
     five = step_cache(read_ledger(), fidelity=Fidelity.QUALITY, num_inference_steps=5)
     fifty = step_cache(read_ledger(), fidelity=Fidelity.QUALITY, num_inference_steps=50)
     assert (five.status, fifty.status) == (Status.DECLINED, Status.APPLIED)
+
+
+# --------------------------------------------------------------------------- two devices
+
+
+def two_gpus(second_free_gib: float) -> Machine:
+    second = replace(GPU, index=1, free_bytes=int(second_free_gib * 2**30))
+    return Machine(name="two", devices=(GPU, second, CPU), cpu_count=16)
+
+
+def test_a_second_device_without_room_refuses_the_wish_with_both_figures_and_declines_auto() -> None:
+    with pytest.raises(LeverRefused) as refused:
+        plan(two_gpus(11.2), wishes=(("cfg_parallel", "on"),))
+    assert refused.value.exit_code == 3
+    assert re.search(r"second device has 11\.2 GiB free, replica needs \d+\.\d GiB", str(refused.value))
+    told = decision(plan(two_gpus(11.2)), "cfg_parallel")
+    assert (told.chosen, "11.2 GiB free" in told.reason) == ("off", True)
+
+
+def test_a_recording_of_forwards_is_declined_beside_a_second_device_and_says_why() -> None:
+    """It records what one device does."""
+    both = plan(two_gpus(139), wishes=(("cfg_parallel", "on"),))
+    assert "cfg_parallel" in [lever.name for lever in both.levers]
+    told = decision(both, "cuda_graph")
+    assert (told.chosen, told.reason) == ("off", "does not go together with cfg_parallel: turn that off")
+    with pytest.raises(LeverRefused, match="does not go together with cfg_parallel"):
+        plan(two_gpus(139), wishes=(("cfg_parallel", "on"), ("cuda_graph", "on")))

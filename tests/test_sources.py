@@ -294,7 +294,7 @@ def test_an_existing_folder_is_a_path_and_other_words_are_not(folder: Path, monk
 
 def test_a_path_never_reaches_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources, "_from_hub", lambda spec: pytest.fail(f"asked the hub for {spec.source}"))
+    monkeypatch.setattr(sources, "_from_hub", lambda spec, progress: pytest.fail(f"asked the hub for {spec.source}"))
     for source in ("../x", "../../etc/passwd", "/nowhere/x", "~/nowhere-at-all"):
         with pytest.raises(NotFound, match="there is no folder"):
             locate(spec(source))

@@ -30,7 +30,7 @@ import torch
 import undercrank
 from undercrank import families, frames, images, video
 from undercrank.ledger import Ledger, read_ledger
-from undercrank.load import PATIENCE_S, Loaded, asking, forget_frames, free_device_memory, load
+from undercrank.load import PATIENCE_S, Loaded, Watch, asking, forget_frames, free_device_memory, load
 from undercrank.machine import this_machine
 from undercrank.planner import Live, case_of, check_wishes, fitting, gib, make_plan, refuse_if_too_big
 from undercrank.quality import as_FCHW, faults
@@ -155,11 +155,20 @@ class Engine:
 
     # ----------------------------------------------------------------------- plan, move, generate
 
-    def plan(self, request: Request) -> Plan:
-        """Decide everything, read nothing but the model's index. Raises as `make_plan`."""
+    def plan(self, request: Request, *, listener: Listener = ignore) -> Plan:
+        """Decide everything, read nothing but the model's index. Raises as `make_plan`.
+
+        A model that is named by its repository is downloaded for that, unless it is here: `listener` hears of it.
+        """
         if self.live is not None:
             return self.plan_live(request)
-        family, load = which_model(request, allow_pickle=self.allow_pickle, local_files_only=self.local_files_only)
+        with _telling(listener) as told:
+            family, load = which_model(
+                request,
+                allow_pickle=self.allow_pickle,
+                local_files_only=self.local_files_only,
+                progress=Watch(told, self.check_cancelled).downloaded,
+            )
         return make_plan(request, family=family, machine=self.machine, ledger=self.ledger, load=load)
 
     def plan_live(self, request: Request, *, strict: bool = True) -> Plan:
@@ -210,7 +219,7 @@ class Engine:
         A newer `prepare` or `generate` overtakes this one, which then raises Cancelled.
         """
         with self._turn(gives_way=True):
-            plan = self.plan(request)
+            plan = self.plan(request, listener=listener)
             with self._in_memory(plan, listener, warm=warm):
                 return plan
 
@@ -285,7 +294,7 @@ class Engine:
     def _generate(self, request: Request, listener: Listener, on_latents: OnLatents | None) -> Clip:
         if request.seed is None:
             request = replace(request, seed=secrets.randbelow(2**31))
-        plan = self.plan(request)
+        plan = self.plan(request, listener=listener)
         picture = _picture(plan.request)
         with self._in_memory(plan, listener) as rig:
             notes = (*plan.notes, *_truncation(rig, plan.request), *(images.notes(picture) if picture else ()))
@@ -415,19 +424,18 @@ class Engine:
 
     def _load(self, plan: Plan, listener: Listener, *, warm: bool) -> None:
         """Everything as one block, handed over when it is whole; if it ends before, nothing of it is left."""
-        told = _Told(listener)
-        try:
-            with ExitStack() as stack:
-                loaded, held = self._built(plan, stack, told, warm=warm)
-                self._leave()  # nothing is there any more, unless both may be held
-                self._load_stack = stack.pop_all()
-        except BaseException as error:
-            forget_frames(error)  # whoever holds the error would hold what it was loading
-            free_device_memory(plan.load.device)
-            told.ended("failed" if isinstance(error, Exception) and not isinstance(error, Cancelled) else "cancelled")
-            raise
-        finally:
-            self._at_work = None
+        with _telling(listener) as told:
+            try:
+                with ExitStack() as stack:
+                    loaded, held = self._built(plan, stack, told, warm=warm)
+                    self._leave()  # nothing is there any more, unless both may be held
+                    self._load_stack = stack.pop_all()
+            except BaseException as error:
+                forget_frames(error)  # whoever holds the error would hold what it was loading
+                free_device_memory(plan.load.device)
+                raise
+            finally:
+                self._at_work = None
         self._loaded, self.rig, self._held = loaded, loaded.rig, held
         self._spec, self._plan, self._owed = plan.load, plan, None
         self._load_cost = (loaded.load_s, loaded.load_bytes)
@@ -508,9 +516,10 @@ class _Told:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._last = Event(stage="load", done=0, total=0, unit="bytes", loading=Loading(state="queued"))
+        self.has_begun = False
 
     def __call__(self, event: Event) -> None:
-        self._last = event
+        self._last, self.has_begun = event, True
         self._listener(event)
 
     def state(self, state: str, component: str = "") -> None:
@@ -520,6 +529,18 @@ class _Told:
         at = self._last.loading or Loading(state=state)
         with suppress(Cancelled):  # a listener that asks for what is just happening
             self(replace(self._last, loading=replace(at, state=state)))
+
+
+@contextmanager
+def _telling(listener: Listener) -> Iterator[_Told]:
+    """A load that has begun and does not end well is told as failed, or as cancelled."""
+    told = _Told(listener)
+    try:
+        yield told
+    except BaseException as error:
+        if told.has_begun:
+            told.ended("failed" if isinstance(error, Exception) and not isinstance(error, Cancelled) else "cancelled")
+        raise
 
 
 def _entered(lever: Lever, rig: Rig) -> Held:

@@ -161,7 +161,7 @@ def load(
     """
     watch = Watch(listener, check_cancelled)
     watch.queued()
-    folder = locate(spec)
+    folder = locate(spec, watch.downloaded)
     index = read_index(folder)
     check_files(folder, index, allow_pickle=spec.allow_pickle)
     sizes = {name: bytes_of(folder / name, spec.allow_pickle) for name in weighted(folder, index)}

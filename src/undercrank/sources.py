@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from undercrank import families
+from undercrank.fetching import Progress, fetch
 from undercrank.planner import load_spec
 from undercrank.records import BadInput, Family, LoadSpec, NotFound, Request
 from undercrank.settings import settings
@@ -29,9 +30,15 @@ LIBRARIES = ("diffusers", "transformers")
 
 
 def which_model(
-    request: Request, *, allow_pickle: bool = False, local_files_only: bool = False
+    request: Request,
+    *,
+    allow_pickle: bool = False,
+    local_files_only: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[Family, LoadSpec]:
     """The family of the named model and where its weights come from: a family id, a hub id or a folder.
+
+    progress: of a download, which what it raises ends; None: the hub's own bars.
 
     Raises BadInput with the nearest names, NotFound where a named folder or repository is missing.
     """
@@ -47,7 +54,7 @@ def which_model(
         return known, spec
     if not looks_like_folder(request.model) and "/" not in request.model:
         return families.family(request.model), spec  # raises, with the nearest names
-    folder = locate(spec)
+    folder = locate(spec, progress)
     class_name = str(read_index(folder)["_class_name"])
     row = families.of_pipeline(class_name, request.model)
     if row is None:
@@ -58,8 +65,11 @@ def which_model(
 # --------------------------------------------------------------------------- where the model is
 
 
-def locate(spec: LoadSpec) -> Path:
-    """The folder that holds the model: in the package, on disk, in the hub's cache, or downloaded into it."""
+def locate(spec: LoadSpec, progress: Progress | None = None) -> Path:
+    """The folder that holds the model: in the package, on disk, in the hub's cache, or downloaded into it.
+
+    progress: of a download, which what it raises ends within a second; None: the hub's own bars.
+    """
     if spec.source.startswith("package:"):
         name = spec.source.removeprefix("package:")
         if not name.isidentifier():
@@ -67,7 +77,7 @@ def locate(spec: LoadSpec) -> Path:
         return Path(str(resources.files("undercrank") / name))
     if looks_like_folder(spec.source):
         return _existing(_expanded(spec.source))
-    return _from_hub(spec)
+    return _from_hub(spec, progress)
 
 
 def looks_like_folder(source: str) -> bool:
@@ -96,7 +106,7 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _from_hub(spec: LoadSpec) -> Path:
+def _from_hub(spec: LoadSpec, progress: Progress | None) -> Path:
     """The cached snapshot if complete; else a download, unless offline."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -121,7 +131,10 @@ def _from_hub(spec: LoadSpec) -> Path:
     if spec.local_files_only or settings().offline:
         raise NotFound(f"{spec.source} {missing} ({looked}) and the network is switched off")
     try:
-        return _existing(Path(snapshot_download(spec.source, etag_timeout=10, **options)))
+        options["etag_timeout"] = 10
+        if progress is not None:
+            return _existing(fetch(spec.source, options, progress))
+        return _existing(Path(snapshot_download(spec.source, **options)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFound(
