@@ -129,9 +129,10 @@ function makeCard(video) {
       meter.setAttribute("aria-valuenow", data.progress);
     }
     if (cancel.disabled) return;
+    const part = data.component ? `: ${data.state} ${data.component.replaceAll("_", " ")}` : "";
     const step = data.step ? `, step ${data.step} of ${data.total}` : "";
     const left = data.eta_s ? `, ${seconds(data.eta_s)} left` : "";
-    state.textContent = `${TITLES[stage] ?? "Started"}${step}${left}`;
+    state.textContent = `${TITLES[stage] ?? "Started"}${part}${step}${left}`;
     say(state.textContent, 1500);
   }
 
