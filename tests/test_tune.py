@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -289,6 +290,49 @@ def test_a_run_that_goes_beyond_the_time_is_stopped(order: Order, engine: Engine
     assert found.ended == "time" and not found.tried and not own_rows() and found.chosen == "stock"
     order(Scale)
     assert tuned(engine, folder).ended == "complete", "the engine goes on"
+
+
+def test_no_run_begins_once_the_time_is_up(
+    order: Order, engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order(Scale)
+    begun: list[bool] = []
+    stock, up = Engine.generate, threading.Event()
+
+    def generate(self: Engine, *args: Any, **more: Any) -> Any:
+        begun.append(up.is_set())
+        return stock(self, *args, **more)
+
+    def tell(words: str) -> None:  # between two runs, where a cancel stops nothing
+        if words.startswith("scale=1: film"):
+            up.wait(10)
+            time.sleep(0.5)
+
+    def cancel(self: Engine, reason: str = "cancelled") -> bool:
+        up.set()
+        return stop(self, reason)
+
+    stop = Engine.cancel
+    monkeypatch.setattr(Engine, "generate", generate)
+    monkeypatch.setattr(Engine, "cancel", cancel)
+    found = tuned(engine, folder, seconds=6.0, tell=tell, prompts=("a ball", "a box"))
+    assert found.ended == "time" and not found.tried and not own_rows()
+    assert sum(begun) <= 1, "one, which a cancel then ends"
+
+
+def test_more_time_than_a_clock_can_hold_is_no_alarm(order: Order, engine: Engine, folder: Path) -> None:
+    order(Scale)
+    assert tuned(engine, folder, seconds=1e30).ended == "complete"
+
+
+def test_levers_that_count_steps_are_on_in_stock_runs_as_they_are(engine: Engine, order: Order, folder: Path) -> None:
+    from undercrank.levers.step_cache import StepCache
+
+    order(Scale, StepCache)
+    engine.ledger = read_ledger()
+    request = Request(model=str(folder), wishes=(("transformer_cache_mask", "101"),), **ASKED)
+    found = tune(engine, request, NEAR, prompts=("a ball",))
+    assert [each.label for each in found.tried] == ["scale=1", "scale=2000"]
 
 
 def test_an_interrupt_keeps_what_was_measured(order: Order, engine: Engine, folder: Path) -> None:

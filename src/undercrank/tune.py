@@ -45,6 +45,8 @@ from undercrank.takes import take
 DEFAULT_SECONDS = 900.0
 MORE = 1.15
 "A measurement may take so much longer than the last one like it."
+RING_S = 0.1
+"Between two cancels once the time is up."
 FILMS = 2
 "Prompts unless given; each is filmed with each seed."
 
@@ -242,20 +244,23 @@ class _Walk:
 
     @contextmanager
     def alarm(self) -> Iterator[None]:
-        """When the time is up, the run under way is stopped as a cancel stops it."""
+        """When the time is up, the run under way is stopped as a cancel stops it, and any that begins after it."""
+        over, left = threading.Event(), max(0.0, self._until - self._clock())
 
         def ring() -> None:
-            self.time_is_up = True
-            self._engine.cancel("the time is up")
+            is_over = over.wait(min(left, threading.TIMEOUT_MAX))
+            while not is_over:
+                self.time_is_up = True
+                self._engine.cancel("the time is up")  # which is forgotten when the next run begins
+                is_over = over.wait(RING_S)
 
-        timer = threading.Timer(max(0.0, self._until - self._clock()), ring)
-        timer.daemon = True
-        timer.start()
+        thread = threading.Thread(target=ring, name="alarm", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            timer.cancel()
-            timer.join()
+            over.set()
+            thread.join()
 
     def _is_time_for(self, lever: str) -> bool:
         """By what the last measurement of this lever took, else by the dearest one."""
@@ -397,7 +402,8 @@ class _Walk:
     def _ratios(self, point: Point) -> tuple[float, float]:
         """Seconds of the stock loop before and after the setting's films over theirs."""
         stock = self._films[0]
-        self._engine.generate(replace(stock, num_inference_steps=1))  # after a reload the first run is a slow one
+        steps = stock.num_inference_steps if self._always else 1  # a lever may need all of them
+        self._engine.generate(replace(stock, num_inference_steps=steps))  # after a reload the first run is a slow one
         self._stock_s.append(take(self._engine, stock).loop_s)
         loops = (
             [sample.loop_s for sample in self._studio.samples if sample.point == point.label] if self._studio else []
