@@ -957,6 +957,16 @@ def test_a_clip_that_fits_is_not_refused() -> None:
     guarded(Machine(name="m", devices=(replace(GPU, free_bytes=exactly),), cpu_count=1))
 
 
+def test_a_setting_that_makes_all_fit_is_taken_before_one_that_was_measured_faster() -> None:
+    keep = own(lever="prompt_cache", setting="keep", gain=1.01, distances={})
+    for rows in ((), (keep,)):
+        made = plan(replace(on_gpu_with(40), name=SERVER.name), rows=rows, width=832, height=480)
+        assert decision(made, "prompt_cache").chosen == "host"
+        assert decision(made, "offload").status is Status.DECLINED and not made.notes
+    roomy = plan(rows=(keep,), width=832, height=480)
+    assert decision(roomy, "prompt_cache").chosen == "keep"
+
+
 @pytest.mark.parametrize("free_gib", [39, 41, 43, 45])
 def test_a_clip_that_is_too_big_is_refused_with_a_size_that_fits(free_gib: float) -> None:
     machine = on_gpu_with(free_gib)

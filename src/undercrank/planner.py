@@ -379,8 +379,8 @@ def _decide_one(
     load: LoadSpec,
     on: Sequence[Lever],
 ) -> tuple[Lever | None, Decision]:
-    """Of the lever's choices that may engage the one that was measured to gain most, of equal ones the first; where
-    none may, what is said of the last one that has rows."""
+    """Of the lever's choices that may engage one with which all fits, where there is one; of those the one that was
+    measured to gain most, of equal ones the first. Where none may, what is said of the last one that has rows."""
     wishes, explicit = _wishes_of(cls, request), _explicit(cls, request)
     settings = {knob: value for knob, value in wishes.items() if value != "auto"} if cls.apart else explicit
     choices = cls.from_wish(settings).choices(case)
@@ -392,7 +392,7 @@ def _decide_one(
         answers.append(_decide_choice(choice, wishes, explicit, request, case, ledger, hindrance, on))
     able = [answer for answer in answers if answer[0] is not None]
     told = next((answer for answer in reversed(answers) if answer[1].evidence), answers[-1])
-    return max(able, key=lambda answer: _recorded_gain(answer[0], case, ledger), default=told)
+    return max(able, key=lambda answer: _worth(answer[0], case, ledger), default=told)
 
 
 def _measured_choices(cls: type[Lever], case: Case, ledger: Ledger, besides: tuple[Lever, ...]) -> Iterator[Lever]:
@@ -406,9 +406,15 @@ def _measured_choices(cls: type[Lever], case: Case, ledger: Ledger, besides: tup
             yield choice
 
 
-def _recorded_gain(lever: Lever | None, case: Case, ledger: Ledger) -> float:
-    """By the rows that speak first; 0 where none says."""
+def _worth(lever: Lever | None, case: Case, ledger: Ledger) -> tuple[bool, float]:
+    """What saves memory is not chosen by the time that it takes: does all fit with it? Then, what does it gain?"""
     assert lever is not None
+    fits = memory.peak(memory.under(case, lever)) <= case.device.free_bytes
+    return fits, _recorded_gain(lever, case, ledger)
+
+
+def _recorded_gain(lever: Lever, case: Case, ledger: Ledger) -> float:
+    """By the rows that speak first; 0 where none says."""
     rows = ledger.of_lever(lever.name, case, lever.setting)
     gains = gains_on(rows, case) or [row.gain for row in rows if row.gain is not None and math.isfinite(row.gain)]
     return _median(gains) if gains else 0.0
