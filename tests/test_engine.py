@@ -436,6 +436,34 @@ def test_a_clip_is_overtaken_by_nothing(engine, request_, other):
     assert len(refused) >= 2
 
 
+def test_a_load_that_asks_for_another_from_within_is_refused_and_waits_for_nobody(engine, request_, other):
+    refused = []
+
+    def listener(event):
+        if event.loading.state == "placing" and not refused:
+            with pytest.raises(RunFailed, match="another clip") as caught:
+                engine.prepare(other)
+            refused.append(caught)
+
+    engine.prepare(request_, warm=False, listener=listener)
+    assert refused and engine.model == request_.model
+
+
+def test_closing_from_within_stops_a_load_and_leaves_nothing(request_):
+    engine = Engine()
+    with pytest.raises(Cancelled, match="closed"):
+        engine.prepare(request_, listener=lambda event: engine.close() if event.loading.state == "placing" else None)
+    assert engine.rig is None and engine.model is None
+
+
+def test_what_came_in_while_the_engine_was_being_closed_does_not_begin(engine, request_, monkeypatch):
+    began = engine._begin
+    monkeypatch.setattr(engine, "_begin", lambda turn: (setattr(engine, "_closed", True), began(turn)))
+    with pytest.raises(RunFailed, match="closed"):
+        engine.prepare(request_)
+    assert engine.rig is None
+
+
 def test_closing_from_another_thread_stops_a_load_and_waits_for_it(request_):
     engine = Engine()
     closing = threading.Thread(target=engine.close)

@@ -19,7 +19,7 @@ from tests.pretended import PretendedEngine, small
 from undercrank import worker as worker_module
 from undercrank.jobs import Job, State, Store, StoreUnavailable
 from undercrank.ledger import read_ledger
-from undercrank.records import BadInput, LeverRefused, Loading, NotFound, OutOfMemory, Request, RunFailed
+from undercrank.records import BadInput, Cancelled, LeverRefused, Loading, NotFound, OutOfMemory, Request, RunFailed
 from undercrank.shelf import attempt_folder
 from undercrank.trace import Event
 from undercrank.video import frames_hash, probe, read_frames, read_recipe
@@ -416,6 +416,27 @@ def test_a_store_that_is_away_costs_events_and_not_the_film(
     assert store.get(job.id).state is State.COMPLETED and len(refused) == 3
     assert "step" not in [each.kind for each in store.events_after(job_id=job.id)]
     assert "a red ball" not in capsys.readouterr().err, "a prompt in the log"
+
+
+def test_a_store_that_is_away_costs_words_about_a_load_and_not_the_load(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, asked = store.command("load", "flipbook", owner="ann"), []
+
+    def away(*args: Any, **more: Any) -> Any:
+        asked.append(args)
+        raise StoreUnavailable("the job store does not answer")
+
+    monkeypatch.setattr(store, "command_progress", away)
+    run()
+    assert asked and store.get_command(command.id).state is State.COMPLETED
+
+
+def test_a_stop_that_came_before_there_was_anything_to_stop_is_heard_at_the_next_word() -> None:
+    work = worker_module.Work("flipbook", None, None)
+    work.stop("the worker was told to leave")
+    with pytest.raises(Cancelled, match="told to leave"):
+        work.hear(Event(stage="load", done=0, total=1))
 
 
 # --------------------------------------------------------------------------- models take turns

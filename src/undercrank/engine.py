@@ -247,7 +247,7 @@ class Engine:
         with self._taking_turns:
             if self._closed:
                 raise RunFailed("this engine was closed: make a new one")
-            if not all(other.gives_way for other in self._turns):
+            if not all(other.gives_way and other.thread != turn.thread for other in self._turns):
                 raise RunFailed("this engine is making another clip: use one engine for each thread")
             for other in self._turns:
                 self._stop(other, OVERTAKEN)
@@ -271,6 +271,8 @@ class Engine:
             self.rig.forget_cancel()
         turn.has_begun = True
         turn.check()
+        if self._closed:  # between this turn's coming in and its beginning
+            raise RunFailed("this engine was closed: make a new one")
 
     def _stop(self, turn: _Turn, reason: str) -> None:
         turn.reason = turn.reason or reason
@@ -388,12 +390,12 @@ class Engine:
         What another thread is doing with it is cancelled and waited for.
         """
         self._closed = True
+        for turn in list(self._turns):
+            self._stop(turn, "the engine was closed")
         here = threading.get_ident()
         if any(turn.thread == here and turn.has_begun for turn in self._turns):  # from within, by a listener
             self._leave()
             return
-        for turn in list(self._turns):
-            self._stop(turn, "the engine was closed")
         with self._busy:
             self._leave()
             self._owed = None

@@ -546,10 +546,6 @@ class Loading(Record):
     "reading: of all weight files, or of the download; placing: of this component."
     bytes_total: int = 0
 
-    @property
-    def has_ended(self) -> bool:
-        return self.state in ("ready", "failed", "cancelled")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(Record):

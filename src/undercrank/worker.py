@@ -36,7 +36,7 @@ from undercrank.oneshot import remember
 from undercrank.preview import Colours, Previewer
 from undercrank.records import Cancelled, Loading, OutOfMemory, Report, Request, UndercrankError
 from undercrank.settings import settings
-from undercrank.trace import Event, Listener, ignore
+from undercrank.trace import Event, Listener
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class Worker:
         """Hold this model before anybody asks for it. A model that cannot be loaded is said and left."""
         with self._heart.at_work(model, None) as work:
             try:
-                self._prepare(model, work, ignore)
+                self._prepare(model, work, work.hear)
             except UndercrankError as error:
                 _say(f"{model} could not be loaded ahead: {error}")
 
@@ -269,8 +269,11 @@ class Worker:
                     return
                 told_at, stage = time.monotonic(), now
                 percent = 100 * event.done // max(1, event.total)
-                if self._store.command_progress(command.id, self.id, stage=now, progress=percent):
-                    work.cancel("cancelled")
+                try:
+                    if self._store.command_progress(command.id, self.id, stage=now, progress=percent):
+                        work.cancel("cancelled")
+                except StoreUnavailable as error:  # costs a word about the load, not the load
+                    _say(f"{error}")
 
             told(Event(stage="load", done=0, total=1))
             work.check()
@@ -382,8 +385,9 @@ class Work:
         self.check()
 
     def hear(self, event: Event) -> None:
-        """It goes on."""
+        """It goes on, if it shall: a stop may have come before there was anything to stop."""
         self.moved_at, self.loading = time.monotonic(), event.loading
+        self.check()
 
     def cancel(self, reason: str) -> None:
         """Somebody asked for it."""
