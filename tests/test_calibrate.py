@@ -11,7 +11,7 @@ from undercrank import cli, paths, ratios
 from undercrank.calibrate import calibrate, find_paths
 from undercrank.engine import Engine
 from undercrank.prompts import SET_UP_SEED, TOY
-from undercrank.records import Request
+from undercrank.records import BadInput, Request
 
 SMALL: dict[str, Any] = {"width": 64, "height": 64, "num_frames": 5, "num_inference_steps": 6}
 
@@ -80,3 +80,14 @@ def test_a_search_keeps_a_path_for_each_preset_and_the_next_run_takes_it(engine:
     decision = next(d for d in clip.report.plan.decisions if d.lever == "step_cache")
     assert decision.chosen == "searched quality"
     assert set(clip.report.trace.schedules.values()) == {found[0].schedule}
+
+
+@pytest.mark.parametrize(
+    ("films", "steps", "match"), [(9, 12, "at most 8"), (1, 2, "2 steps: too few"), (1, 1, "1 steps: too few")]
+)
+def test_a_search_that_cannot_be_had_is_refused_before_anything_is_filmed(
+    engine: Engine, films: int, steps: int, match: str
+) -> None:
+    with pytest.raises(BadInput, match=match):
+        find_paths(engine, Request(**SMALL | {"num_inference_steps": steps}), films=films)
+    assert engine.rig is None

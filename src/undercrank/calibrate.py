@@ -15,7 +15,7 @@ from undercrank.oneshot import OnCancellable
 from undercrank.paths import Path
 from undercrank.prompts import SET_UP_SEED, searched_on, set_up_prompt
 from undercrank.ratios import Curve
-from undercrank.records import Record, Request, RunFailed
+from undercrank.records import BadInput, Family, Plan, Record, Request, RunFailed
 from undercrank.rounding import stock
 from undercrank.schedules import PRESETS, budget_of, magcache, nearest
 from undercrank.searching import SEARCH_SEED, Films, Tell, search
@@ -40,7 +40,7 @@ def calibrate(engine: Engine, request: Request) -> Calibration:
     prompt and seed: those that set levers up, if none are given: they are among no films that levers are judged by.
     """
     plan = engine.plan(replace(request, prompt=request.prompt or "x", seed=SET_UP_SEED))
-    family = engine.rig.family if engine.rig and engine.live else families.family(plan.load.family)
+    family = _family_of(engine, plan)
     asked = replace(
         request,
         prompt=request.prompt or set_up_prompt(family),
@@ -97,19 +97,24 @@ def run_calibrate(
 def find_paths(
     engine: Engine, request: Request, *, films: int, rows: int = 8, tell: Tell = lambda words: None
 ) -> tuple[Path, ...]:
-    """Measure as `calibrate` does, then search a path for each preset and keep it. Raises LeverRefused too.
+    """Measure as `calibrate` does, then search a path for each preset and keep it. Raises LeverRefused too, and
+    BadInput before anything is filmed.
 
     films: how many prompts of the model's domain to search on, where the request names none of its own.
     rows: most trials in a batch; memory is what limits it.
     """
+    plan = engine.plan(stock(replace(request, prompt="x")))
+    prompts = (request.prompt,) if request.prompt else _searched_on(_family_of(engine, plan), films)
+    resolved = plan.request
+    assert resolved.width and resolved.height and resolved.num_frames and resolved.num_inference_steps
+    steps = resolved.num_inference_steps
+    budgets = tuple(dict.fromkeys(budget_of(preset, steps) for preset in PRESETS))
+    if min(budgets) >= steps:
+        raise BadInput(f"{steps} steps: too few to skip any of them; search with more", field="num_inference_steps")
     found = calibrate(engine, request)
     rig = engine.rig
     assert rig is not None
-    engine.move_to(engine.plan(stock(replace(request, prompt="x"))))  # nothing may skip in the runs of a search
-    resolved = engine.plan(stock(replace(request, prompt="x"))).request
-    prompts = (request.prompt,) if request.prompt else searched_on(rig.family, films)
-    assert resolved.width and resolved.height and resolved.num_frames and resolved.num_inference_steps
-    steps = resolved.num_inference_steps
+    engine.move_to(plan)  # nothing may skip in the runs of a search
     cast = Films(
         prompts=prompts,
         seeds=tuple(range(SEARCH_SEED, SEARCH_SEED + len(prompts))),
@@ -121,10 +126,20 @@ def find_paths(
         rows=rows,
     )
     numbers = nearest(found.curves[0].ratios, steps)
-    budgets = tuple(dict.fromkeys(budget_of(preset, steps) for preset in PRESETS))
     kept = search(rig, cast, budgets, rule=lambda rule: magcache(numbers, rule), tell=tell)
     paths.append(kept)
     return kept
+
+
+def _family_of(engine: Engine, plan: Plan) -> Family:
+    return engine.rig.family if engine.rig and engine.live else families.family(plan.load.family)
+
+
+def _searched_on(family: Family, films: int) -> tuple[str, ...]:
+    prompts = searched_on(family, films)
+    if len(prompts) < films:
+        raise BadInput(f"{films} films to search on: for {family.title} at most {len(prompts)}", field="search_films")
+    return prompts
 
 
 def _quietly(as_json: bool) -> Tell:

@@ -38,9 +38,6 @@ MAX_SKIPS = 4
 "Most steps in a row that are skipped."
 MOST_MOVES = 4
 "Rounds of moving steps."
-FEWEST = 3
-"In a budget of fewer computed steps there is nothing to search."
-
 SEARCH_SEED = 9101
 "The seed of the first film of a search; the next ones count on. None that a person is likely to type."
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig
+from diffusers import FirstBlockCacheConfig, FlowMatchEulerDiscreteScheduler, MagCacheConfig
 from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 
 from undercrank import paths, ratios, schedules
@@ -311,6 +311,13 @@ def test_a_searched_path_is_taken_for_its_budget_and_for_no_other(wan: Any) -> N
     with cached(wan, transformer_cache_budget="8") as run:
         film(wan, 12)
         assert {digits.count("1") for digits in run.trace.schedules.values()} == {8}
+
+
+def test_the_shift_in_force_is_part_of_what_a_path_is_for() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=7.0)
+    assert scheduler_title(scheduler) == "FlowMatchEulerDiscreteScheduler, shift 7"
+    scheduler.set_shift(5.0)
+    assert scheduler_title(scheduler) == "FlowMatchEulerDiscreteScheduler, shift 5"
 
 
 def test_the_searched_path_of_a_preset_needs_no_curve(wan: Any) -> None:

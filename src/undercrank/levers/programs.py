@@ -300,9 +300,9 @@ def _timesteps(rig: Rig, total: int) -> list[float]:
 
 
 def scheduler_title(scheduler: Any) -> str:
-    """What of a scheduler shapes its schedule."""
-    config = scheduler.config
-    shift = next((config[name] for name in ("flow_shift", "shift") if config.get(name) is not None), None)
+    """What of a scheduler shapes its schedule. Flow-matching Euler has the shift in force beside its configuration."""
+    known = {**scheduler.config, "_shift": vars(scheduler).get("_shift")}
+    shift = next((known[name] for name in ("_shift", "flow_shift", "shift") if known.get(name) is not None), None)
     name = type(scheduler).__name__
     return name if shift is None else f"{name}, shift {shift:g}"
 
