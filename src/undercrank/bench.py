@@ -88,7 +88,7 @@ class Comparison(Record):
     looks: dict[str, Look] = field(default_factory=dict)
     "By side, where a lab looked."
     rates: Rates | None = None
-    "What the device showed in the same session; None without one."
+    "What the device showed in the same process; None without one."
     fidelity: FidelityReport | None = None
     "B's film beside A's, where a judge looked."
     forward_error: float | None = None

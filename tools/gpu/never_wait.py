@@ -160,7 +160,7 @@ class Bench:
         return seen[0].detach().float().cpu()
 
     def look(self, levers: dict[str, str], steps: int = 20, **more: Any) -> dict[str, Any]:
-        """In runs of their own: the floor of a step at the rates of this session, waits, idle time, kernels."""
+        """In runs of their own: the floor of a step at the rates of this device, waits, idle time, kernels."""
         inputs = self.subject.inputs(self.pipe, self.device, 3 if self.rehearse else steps, self.rehearse) | more
         call = lambda: self.pipe(**inputs)  # noqa: E731
         one_step = lambda: self.pipe(**inputs | {"num_inference_steps": 1})  # noqa: E731
