@@ -302,7 +302,7 @@ def as_html(study: Study) -> str:
         top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
         lines = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in body)
         table = f"<div class=wide><table><tr>{top}</tr>{lines}</table></div>"
-        parts.append(f"<h2>{escape(title)}</h2><p>{escape(text)}</p>{table}")
+        parts.append(f"<h2>{escape(title)}</h2><p>{_cell(text)}</p>{table}")
     parts += ["<h2>Measured on</h2><dl>"]
     parts += [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in conditions(study)]
     return _PAGE.replace("%BODY%", "\n".join([*parts, "</dl>"]))
