@@ -9,6 +9,7 @@ import undercrank
 from undercrank.engine import Engine
 from undercrank.records import Request
 from undercrank.testing import tiny_inputs, tiny_pipeline
+from undercrank.trace import Event
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +57,23 @@ def test_closing_gives_the_memory_back() -> None:
     with Engine() as engine:
         engine.generate(ASKED)
     assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.parametrize("state", ["reading", "placing", "engaging", "warming"])
+def test_a_load_that_fails_gives_the_devices_memory_back_while_its_error_is_kept(state: str) -> None:
+    asked = replace(ASKED, wishes=(("host_sync", "on"),))
+
+    def listener(event: Event) -> None:
+        if event.loading is not None and event.loading.state == state:
+            raise ZeroDivisionError(state)
+
+    with Engine() as engine:
+        engine.prepare(asked)  # the libraries' own workspaces are made once, and stay
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    with Engine() as engine:
+        with pytest.raises(ZeroDivisionError) as kept:
+            engine.prepare(asked, listener=listener)
+        after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    assert kept.value.args == (state,)
+    assert all(b - a <= 64 * 2**20 for a, b in zip(before, after, strict=True)), (before, after)
