@@ -107,6 +107,22 @@ class Sleepy(InForward):
         return answer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drowsy(Sleepy):
+    """A film takes longer than what lies between two cancels."""
+
+    name = "drowsy"
+    by: float = 0.0
+
+    @classmethod
+    def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
+        return ((("drowsy", "1"),),)
+
+    def change(self, answer: Any) -> Any:
+        time.sleep(0.2)
+        return answer
+
+
 Order = Callable[..., None]
 
 
@@ -295,7 +311,7 @@ def test_a_run_that_goes_beyond_the_time_is_stopped(order: Order, engine: Engine
 def test_no_run_begins_once_the_time_is_up(
     order: Order, engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order(Scale)
+    order(Drowsy)
     begun: list[bool] = []
     stock, up = Engine.generate, threading.Event()
 
@@ -304,9 +320,9 @@ def test_no_run_begins_once_the_time_is_up(
         return stock(self, *args, **more)
 
     def tell(words: str) -> None:  # between two runs, where a cancel stops nothing
-        if words.startswith("scale=1: film"):
+        if words.startswith("drowsy=1: film"):
             up.wait(10)
-            time.sleep(0.5)
+            time.sleep(0.05)
 
     def cancel(self: Engine, reason: str = "cancelled") -> bool:
         up.set()
