@@ -1,15 +1,17 @@
 """prompt_cache: a prompt is read once, by the weights that are there, and the film is the one it was."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 
 from undercrank import families, memory
-from undercrank.levers.prompt_cache import MOST_PROMPTS, PromptCache, _kept_prompts
+from undercrank.levers.prompt_cache import MOST_PROMPTS, NOT_READERS, PromptCache, _kept_prompts
 from undercrank.planner import case_of, load_spec, resolve, under
 from undercrank.records import BadInput, Case, Device, Machine, Request
 from undercrank.rig import Rig
@@ -94,6 +96,26 @@ def test_an_adapter_and_its_strength_are_part_of_the_key(wan: Rig) -> None:
         assert read(wan) and not read(wan)
         layer.scaling = {"style": 0.5}
         assert read(wan) and not read(wan)
+
+
+def test_a_hook_on_an_encoder_is_part_of_the_key(wan: Rig) -> None:
+    layer = next(m for m in wan.pipe.text_encoder.modules() if isinstance(m, torch.nn.Linear))
+    with on(wan):
+        assert read(wan) and not read(wan)
+        handle = layer.register_forward_hook(lambda module, args, output: output * 2)
+        assert read(wan) and not read(wan)
+        handle.remove()
+        assert not read(wan)
+
+
+@pytest.mark.parametrize("pipeline", sorted({row.pipeline for row in families.FAMILIES}))
+def test_what_a_pipeline_calls_besides_is_no_reader(pipeline: str) -> None:
+    """Under `host` it would wait on the host while the run needs it on the device."""
+    cls = getattr(diffusers, pipeline)
+    names = [name for name in inspect.signature(cls).parameters if name not in NOT_READERS]
+    source = inspect.getsource(cls.__call__)
+    modules = [name for name in names if not name.startswith(("tokenizer", "processor", "guider"))]
+    assert not [name for name in modules if f"self.{name}(" in source]
 
 
 def test_another_encoder_is_another_key(wan: Rig) -> None:

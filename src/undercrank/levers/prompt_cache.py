@@ -39,8 +39,8 @@ MODES = ("keep", "host")
 MOST_PROMPTS = 16
 "Kept for each pipeline; the one that was asked for longest ago goes first."
 
-NOT_READERS = (*DENOISERS, "vae", "audio_vae", "vocoder", "image_encoder", "scheduler")
-"Components that `encode_prompt` does not use."
+NOT_READERS = (*DENOISERS, "vae", "audio_vae", "vocoder", "image_encoder", "scheduler", "connectors")
+"Components that `encode_prompt` does not use. LTX-2 calls its connectors itself, after it."
 
 READ_THROUGH_US = "undercrank_encode_prompt"
 "Name of the function that takes the place of the pipeline's own."
@@ -185,7 +185,8 @@ def _readers(rig: Rig) -> list[Any]:
 
 
 def _state(reader: Any) -> Hashable:
-    """Which weights these are: the tensors, their versions, a sample of their values, and the adapters that are on.
+    """Which weights these are: the tensors, their versions, a sample of their values, the adapters that are on, and the
+    hooks that somebody has registered.
 
     Versions do not tell of what is written through `.data`, as adapters do when they are merged into weights; that
     changes nearly every value. Weights that are sent to the device and back are the same ones.
@@ -197,7 +198,8 @@ def _state(reader: Any) -> Hashable:
         for module in reader.modules()
         if isinstance(getattr(module, "scaling", None), dict)
     )
-    return id(reader), weights, _sample(tensors), adapters
+    hooks = tuple((tuple(module._forward_pre_hooks), tuple(module._forward_hooks)) for module in reader.modules())
+    return id(reader), weights, _sample(tensors), adapters, hooks
 
 
 SAMPLED = 16
