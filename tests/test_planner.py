@@ -967,6 +967,17 @@ def test_a_setting_that_makes_all_fit_is_taken_before_one_that_was_measured_fast
     assert decision(roomy, "prompt_cache").chosen == "keep"
 
 
+def test_what_a_run_took_without_levers_says_nothing_of_one_that_saves_memory() -> None:
+    seen = own(lever=None, gain=None, step_ms=1000.0, distances={}, peak_bytes=45 << 30, width=832, height=480)
+    machine = replace(on_gpu_with(20), name=SERVER.name)
+    made = plan(machine, rows=(seen,), width=832, height=480)
+    assert made.expected.peak_bytes and made.expected.peak_bytes < 20 << 30 and not made.notes
+    refuse_if_too_big(made, families.family(WAN), machine, machine.devices[0])
+    stock = (("offload", "none"), ("decode", "off"), ("prompt_cache", "keep"))
+    far = replace(seen, peak_bytes=99 << 30)
+    assert plan(rows=(far,), width=832, height=480, wishes=stock).expected.peak_bytes == 99 << 30
+
+
 @pytest.mark.parametrize("free_gib", [39, 41, 43, 45])
 def test_a_clip_that_is_too_big_is_refused_with_a_size_that_fits(free_gib: float) -> None:
     machine = on_gpu_with(free_gib)

@@ -712,10 +712,12 @@ def _same_shape(rows: tuple[Measurement, ...], case: Case) -> tuple[Measurement,
 
 
 def _expected_peak(case: Case, ledger: Ledger) -> tuple[int | None, str]:
-    """The formula, or what a run of no more tokens was seen to take, if that is more. On a CPU only the formula:
-    there the rows hold the peak of a whole process."""
+    """The formula, or what a run of no more tokens was seen to take, if that is more. Only the formula on a CPU, where
+    the rows hold the peak of a whole process, and where levers save memory: the rows are of runs without them too."""
     formula, basis = expected_bytes(case)
-    rows = () if case.device.kind == "cpu" else ledger.runs_like(case)
+    dense = memory.dense(replace(case, weights=_dense_bytes(case)))
+    is_saved = memory.peak(case) < memory.peak(dense)
+    rows = () if case.device.kind == "cpu" or is_saved else ledger.runs_like(case)
     seen = max((row.peak_bytes or 0 for row in rows if _tokens_of(row, case) <= _tokens(case)), default=0)
     if seen > (formula or 0):
         return seen, "measured, for a clip of no more tokens"
