@@ -30,7 +30,7 @@ import torch
 import undercrank
 from undercrank import families, frames, images, video
 from undercrank.ledger import Ledger, read_ledger
-from undercrank.load import PATIENCE_S, Loaded, Watch, asking, forget_frames, free_device_memory, load
+from undercrank.load import PATIENCE_S, Loaded, Watch, asking, forget_frames, forgetting_frames, load
 from undercrank.machine import this_machine
 from undercrank.planner import Live, case_of, check_wishes, fitting, gib, make_plan, refuse_if_too_big
 from undercrank.quality import as_FCHW, faults
@@ -426,18 +426,14 @@ class Engine:
 
     def _load(self, plan: Plan, listener: Listener, *, warm: bool) -> None:
         """Everything as one block, handed over when it is whole; if it ends before, nothing of it is left."""
-        with _telling(listener) as told:
+        with _telling(listener) as told, ExitStack() as stack:
             try:
-                with ExitStack() as stack:
+                with forgetting_frames():  # before the weights are let go of: whoever holds the error would hold them
                     loaded, held = self._built(plan, stack, told, warm=warm)
-                    self._leave()  # nothing is there any more, unless both may be held
-                    self._load_stack = stack.pop_all()
-            except BaseException as error:
-                forget_frames(error)  # whoever holds the error would hold what it was loading
-                free_device_memory(plan.load.device)
-                raise
             finally:
                 self._at_work = None
+            self._leave()  # nothing is there any more, unless both may be held
+            self._load_stack = stack.pop_all()
         self._loaded, self.rig, self._held = loaded, loaded.rig, held
         self._spec, self._plan, self._owed = plan.load, plan, None
         self._load_cost = (loaded.load_s, loaded.load_bytes)
