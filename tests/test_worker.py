@@ -578,6 +578,21 @@ def test_a_model_that_made_room_for_a_load_that_failed_is_loaded_again_when_ther
     assert len(engine.born) == 1 and engine.alive == []
 
 
+def test_clips_and_commands_take_turns(store: Store, data: Path, engine: type[PretendedEngine]) -> None:
+    jobs = [add(store) for _ in range(2)]
+    commands = [store.command("load", model, owner="ann") for model in ("flipbook", "wan2.1-1.3b", "flipbook")]
+
+    def done() -> tuple[int, int]:
+        films = sum(store.get(job.id).state is State.COMPLETED for job in jobs)
+        return films, sum(store.get_command(command.id).state is State.COMPLETED for command in commands)
+
+    seen = []
+    with Worker(store, data, new_engine=engine) as worker:
+        while worker._next():
+            seen.append(done())
+    assert seen == [(0, 1), (1, 1), (1, 2), (2, 2), (2, 3)]
+
+
 def test_a_model_that_cannot_be_loaded_again_is_said_and_left(
     store: Store, data: Path, engine: type[PretendedEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:

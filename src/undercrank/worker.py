@@ -92,6 +92,8 @@ class Worker:
         self._models = Models(new_engine, self._habits)
         self._heart = Heart(self.id, store, self._habits, self._models)
         self._leaving = threading.Event()
+        self._obeyed = False
+        "Whether a command was the last thing that was done."
         self._runs: Counter[tuple[Any, ...]] = Counter()
         self._stack = ExitStack()
 
@@ -131,16 +133,29 @@ class Worker:
                 _say(f"{model} could not be loaded ahead: {error}")
 
     def _next(self) -> bool:
-        """Do one thing, if there is one to do."""
-        if command := self._store.claim_command(self.id, holds=self._models.names):
-            self._obey(command)
-        elif claim := self._store.claim(self.id):
-            self._film(claim)
-        elif model := self._models.owed:
+        """Do one thing, if there is one to do. After a command a clip comes first: whoever asks for load after load
+        must not keep everybody's clips waiting for ever."""
+        ways = (self._film_next, self._obey_next) if self._obeyed else (self._obey_next, self._film_next)
+        if any(way() for way in ways):
+            return True
+        if model := self._models.owed:
             self._restore(model)
-        else:
-            return False
-        return True
+            return True
+        return False
+
+    def _obey_next(self) -> bool:
+        command = self._store.claim_command(self.id, holds=self._models.names)
+        if command:
+            self._obeyed = True
+            self._obey(command)
+        return command is not None
+
+    def _film_next(self) -> bool:
+        claim = self._store.claim(self.id)
+        if claim:
+            self._obeyed = False
+            self._film(claim)
+        return claim is not None
 
     # ----------------------------------------------------------------------- a job
 
