@@ -15,10 +15,14 @@ from undercrank.records import BadInput
 
 PATH = Path(
     source="searched here", checkpoint="a" * 32, family="flipbook", dtype="float32", scheduler="Euler, shift 3",
-    denoiser="transformer", steps=8, budget=5, schedule="11010011", error=0.01, rule_error=0.02, films=2,
+    denoiser="transformer", steps=8, levels=(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3), budget=5, schedule="11010011",
+    error=0.01, rule_error=0.02, films=2,
     prompts=("a", "b"), seeds=(1, 2), width=64, height=64, num_frames=5, guidance_scale=5.0, forwards=100,
 )  # fmt: skip
-OF = {"checkpoint": "a" * 32, "dtype": "float32", "scheduler": "Euler, shift 3", "denoiser": "transformer", "steps": 8}
+OF = {
+    "checkpoint": "a" * 32, "dtype": "float32", "scheduler": "Euler, shift 3", "denoiser": "transformer",
+    "levels": PATH.levels,
+}  # fmt: skip
 
 
 def test_paths_come_back_as_they_were_kept_after_those_of_the_package() -> None:
@@ -34,13 +38,18 @@ def test_a_path_is_found_by_its_budget_and_the_newest_wins() -> None:
     assert found == {5: newer.computes, 4: (True, True, False, False, False, False, True, True)}
 
 
-@pytest.mark.parametrize("change", [{name: "other"} for name in OF if name != "steps"] + [{"steps": 9}])
+@pytest.mark.parametrize(
+    "change",
+    [{name: "other"} for name in OF if name != "levels"]
+    + [{"levels": PATH.levels[1:]}, {"levels": (*PATH.levels[:-1], 0.29)}],
+)
 def test_a_path_of_anything_else_is_never_used(change: dict[str, Any]) -> None:
     assert paths.find([PATH], **(OF | change)) == {}
 
 
 @pytest.mark.parametrize(
-    "change", [{"schedule": "1101001"}, {"schedule": "1101002x"}, {"schedule": "01110011"}, {"budget": 4}]
+    "change",
+    [{"schedule": "1101001"}, {"schedule": "1101002x"}, {"schedule": "01110011"}, {"budget": 4}, {"levels": (1.0,)}],
 )
 def test_a_schedule_that_is_not_what_the_row_says_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(BadInput):

@@ -37,7 +37,8 @@ def tool(name: str) -> ModuleType:
 def path(schedule: str) -> SearchedPath:
     return SearchedPath(
         source="searched", checkpoint="", family="flipbook", dtype="float32", scheduler="", denoiser="transformer",
-        steps=STEPS, budget=schedule.count("1"), schedule=schedule, error=0.1, rule_error=0.2, films=1,
+        steps=STEPS, levels=tuple(1 - i / STEPS for i in range(STEPS)), budget=schedule.count("1"), schedule=schedule,
+        error=0.1, rule_error=0.2, films=1,
         prompts=("another",), seeds=(9,), width=32, height=32, num_frames=5, guidance_scale=5.0, forwards=1,
     )  # fmt: skip
 

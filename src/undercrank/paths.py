@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path as File
@@ -33,6 +33,8 @@ class Path(Record):
     "Class name and shift."
     denoiser: str
     steps: int
+    levels: tuple[float, ...]
+    "Noise at the start of each step, as a share of all."
     budget: int
     "Computed steps."
     schedule: str
@@ -52,6 +54,8 @@ class Path(Record):
     "Computed forwards of one film and branch that the whole search for these steps took."
 
     def __post_init__(self) -> None:
+        if len(self.levels) != self.steps:
+            raise BadInput(f"a path of {self.steps} steps has one level for each", field="levels")
         if set(self.schedule) - {"0", "1"} or len(self.schedule) != self.steps:
             raise BadInput(f"a path of {self.steps} steps has one digit for each, 0 or 1", field="schedule")
         if self.schedule.count("1") != self.budget or not self.schedule.startswith("1"):
@@ -63,15 +67,20 @@ class Path(Record):
 
 
 def find(
-    paths: Iterable[Path], *, checkpoint: str, dtype: str, scheduler: str, denoiser: str, steps: int
+    paths: Iterable[Path], *, checkpoint: str, dtype: str, scheduler: str, denoiser: str, levels: Sequence[float]
 ) -> Mapping[int, Schedule]:
-    """The paths of these weights for so many steps, by budget; of several the newest."""
-    wanted = (checkpoint, dtype, scheduler, denoiser, steps)
+    """The paths of these weights for steps at these levels of noise, by budget; of several the newest."""
+    wanted = (checkpoint, dtype, scheduler, denoiser)
     return {
         path.budget: path.computes
         for path in paths
-        if wanted == (path.checkpoint, path.dtype, path.scheduler, path.denoiser, path.steps)
+        if wanted == (path.checkpoint, path.dtype, path.scheduler, path.denoiser) and _are_alike(path.levels, levels)
     }
+
+
+def _are_alike(a: Sequence[float], b: Sequence[float]) -> bool:
+    """A pipeline may be given sigmas of its own: as many steps are not the same steps."""
+    return len(a) == len(b) and all(abs(x - y) <= 0.001 for x, y in zip(a, b, strict=True))
 
 
 def read_paths() -> tuple[Path, ...]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from undercrank import schedules
-from undercrank.levers.programs import checkpoint, scheduler_title
+from undercrank.levers.programs import checkpoint, phases, scheduler_title
 from undercrank.levers.stacks import unfit
 from undercrank.levers.trials import Kept, Trial, keeping, trying
 from undercrank.paths import Path
@@ -158,7 +158,7 @@ def search(
         rule_error = min((typical(tried[plan]) for plan in rivals), default=None)
         tell(f"  {budget}: {digits(best)}  error {error:.4f}, rule {rule_error or math.nan:.4f}")
         found.append((budget, best, error, rule_error))
-    module = rig.primaries[0]
+    module, levels = rig.primaries[0], phases(rig, steps)["transformer"].levels
     return tuple(
         Path(
             source="searched here",
@@ -168,6 +168,7 @@ def search(
             scheduler=scheduler_title(rig.scheduler),
             denoiser="transformer",
             steps=steps,
+            levels=levels,
             budget=budget,
             schedule=digits(best),
             error=error,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -294,9 +296,12 @@ def test_a_budget_is_kept_and_leaves_the_first_steps_alone(wan: Any) -> None:
 
 
 def path_of(pipe: Any, schedule: str) -> Path:
+    scheduler = copy.deepcopy(pipe.scheduler)
+    scheduler.set_timesteps(len(schedule))
+    levels = tuple(float(t) / 1000 for t in scheduler.timesteps)
     return Path(
         source="searched here", checkpoint=checkpoint(pipe.transformer), family=WAN, dtype="float32",
-        scheduler=scheduler_title(pipe.scheduler), denoiser="transformer", steps=len(schedule),
+        scheduler=scheduler_title(pipe.scheduler), denoiser="transformer", steps=len(schedule), levels=levels,
         budget=schedule.count("1"), schedule=schedule, error=0.01, films=1, prompts=("a",), seeds=(1,), width=32,
         height=32, num_frames=5, guidance_scale=5.0, forwards=1,
     )  # fmt: skip
@@ -311,6 +316,15 @@ def test_a_searched_path_is_taken_for_its_budget_and_for_no_other(wan: Any) -> N
     with cached(wan, transformer_cache_budget="8") as run:
         film(wan, 12)
         assert {digits.count("1") for digits in run.trace.schedules.values()} == {8}
+
+
+def test_a_path_is_not_taken_for_as_many_steps_at_other_levels_of_noise(wan: Any) -> None:
+    calibrate(wan, WAN, 12)
+    path = path_of(wan, "110110010011")
+    paths.append([dataclasses.replace(path, levels=tuple(level * 0.9 for level in path.levels))])
+    with cached(wan, transformer_cache_budget="7") as run:
+        film(wan, 12)
+        assert "110110010011" not in run.trace.schedules.values()
 
 
 def test_the_shift_in_force_is_part_of_what_a_path_is_for() -> None:

@@ -104,7 +104,7 @@ class Programs:
             dtype=dtype,
             scheduler=scheduler_title(self._rig.scheduler),
             denoiser=phase.denoiser,
-            steps=phase.steps,
+            levels=phase.levels,
         )
         return replace(phase, paths=found)
 
