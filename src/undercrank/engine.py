@@ -32,7 +32,7 @@ from undercrank import families, frames, images, video
 from undercrank.ledger import Ledger, read_ledger
 from undercrank.load import PATIENCE_S, Loaded, Watch, asking, forget_frames, forgetting_frames, load
 from undercrank.machine import this_machine
-from undercrank.planner import Live, case_of, check_wishes, fitting, gib, make_plan, refuse_if_too_big
+from undercrank.planner import Live, case_of, check_wishes, fitting_after, gib, make_plan, refuse_if_too_big
 from undercrank.quality import as_FCHW, faults
 from undercrank.records import (
     BadInput,
@@ -780,7 +780,7 @@ def _memory_errors(plan: Plan, family: Family, machine: Machine, device: Device)
         if taken is not None:
             torch.cuda.empty_cache()
         dense = case_of(plan.request, family, machine, device, plan.load)
-        advice = fitting(dense, plan.levers, budget_bytes=int((expected or 0) * 0.7))
+        advice = fitting_after(expected or 0, dense, plan.levers)
         story = f"the plan expected {gib(expected)}, the run had taken {gib(taken)} when it failed"
         raise OutOfMemory(f"memory ran out on {name}: {story}; {advice}") from error
 

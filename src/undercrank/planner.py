@@ -781,12 +781,26 @@ def fitting(dense: Case, levers: Iterable[Lever], budget_bytes: int | None = Non
     make, in words."""
     budget = dense.device.free_bytes if budget_bytes is None else budget_bytes
     levers = tuple(levers)
-    for smaller in _smaller(dense):
-        if (expected_bytes(under(memory.dense(smaller), levers))[0] or 0) <= budget:
-            return f"{smaller.width}x{smaller.height} with {smaller.num_frames} frames would fit"
+    if found := _largest(dense, levers, budget):
+        return found
     if sum(under(dense, levers).weights.values()) > budget:
         return "its weights alone do not fit here: choose a smaller model or a device with more memory"
     return "not even its smallest clip fits here: choose a smaller model or a device with more memory"
+
+
+def _largest(dense: Case, levers: tuple[Lever, ...], budget: int) -> str | None:
+    for smaller in _smaller(dense):
+        if (expected_bytes(under(memory.dense(smaller), levers))[0] or 0) <= budget:
+            return f"{smaller.width}x{smaller.height} with {smaller.num_frames} frames would fit"
+    return None
+
+
+def fitting_after(expected: int, dense: Case, levers: Iterable[Lever]) -> str:
+    """What to try when memory ran out all the same: seven tenths of the working memory beside the same weights."""
+    levers = tuple(levers)
+    weights = min(sum(under(dense, levers).weights.values()), expected)
+    budget = int(weights + 0.7 * (expected - weights))
+    return _largest(dense, levers, budget) or "try fewer frames or a smaller size; by the plan none would take less"
 
 
 def _smaller(case: Case) -> Iterator[Case]:
