@@ -31,6 +31,7 @@ FLOORS = {
         "figures",
         "machine",
         "ledger",
+        "lines",
         "memory",
         "metrics",
         "prompts",
@@ -157,6 +158,9 @@ FLOOR_OF = {
 SAME_FLOOR = {
     ("machine", "settings"),  # which GPUs are visible
     ("memory", "families"),
+    ("ledger", "lines"),
+    ("paths", "lines"),
+    ("ratios", "lines"),
     ("ledger", "settings"),  # where the user's rows are
     ("jobs", "jobs.database"),  # the parts of the store
     ("jobs", "jobs.keys"),

@@ -32,6 +32,14 @@ def test_paths_come_back_as_they_were_kept_after_those_of_the_package() -> None:
     assert paths.read_paths() == (*shipped, PATH, other)
 
 
+def test_a_line_that_a_crash_tore_does_not_swallow_the_next_one() -> None:
+    paths.append([PATH])
+    whole = paths.own_file().read_bytes()
+    paths.own_file().write_bytes(whole.rstrip(b"\n"))
+    paths.append([PATH])
+    assert paths.own_file().read_bytes() == whole + whole
+
+
 def test_a_path_is_found_by_its_budget_and_the_newest_wins() -> None:
     newer = dataclasses.replace(PATH, schedule="11100011")
     found = paths.find([PATH, dataclasses.replace(PATH, budget=4, schedule="11000011"), newer], **OF)

@@ -6,13 +6,13 @@ user's own file (`UNDERCRANK_LEDGER`). A row is never edited: a later one of the
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
+from undercrank import lines
 from undercrank.paths import Path as SearchedPath
 from undercrank.paths import read_paths
 from undercrank.ratios import Curve, read_curves
@@ -93,15 +93,8 @@ def read_ledger(path: Path | None = None) -> Ledger:
 
 
 def append(row: Measurement, path: Path | None = None) -> None:
-    """Add one row to the user's ledger; one `write` call, so that two processes do not mix their lines."""
-    own = path or settings().ledger
-    own.parent.mkdir(parents=True, exist_ok=True)
-    line = (_missing_newline(own) + row.to_json() + "\n").encode()
-    descriptor = os.open(own, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, line)
-    finally:
-        os.close(descriptor)
+    """Add one row to the user's ledger."""
+    lines.append([row], path or settings().ledger)
 
 
 def _text(path: Path) -> str:
@@ -109,15 +102,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is no ledger: {error}; move it away") from error
-
-
-def _missing_newline(path: Path) -> str:
-    """A last line that was torn by a crash must not swallow the next row."""
-    if not path.exists() or path.stat().st_size == 0:
-        return ""
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return "" if file.read(1) == b"\n" else "\n"
 
 
 def _shipped() -> list[Path]:
@@ -128,19 +112,11 @@ def _shipped() -> list[Path]:
 
 
 def _rows(text: str, name: str) -> list[Measurement]:
-    rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(_row(line))
-        except (BadInput, TypeError, ValueError, RecursionError) as error:
-            raise BadInput(f"{name}, line {number} is no ledger row ({error}); remove the line") from error
-    return rows
+    return lines.read(text, _row, name=name, kind="ledger row")
 
 
-def _row(line: str) -> Measurement:
-    row = Measurement.from_dict(json.loads(line))
+def _row(data: dict[str, Any]) -> Measurement:
+    row = Measurement.from_dict(data)
     for count in (row.width, row.height, row.num_frames, row.num_inference_steps, row.n):
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"{count} is no count")

@@ -7,13 +7,12 @@ weights it was found for, so that no path is ever used for others. Floor 1: no t
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path as File
 
+from undercrank import lines
 from undercrank.records import BadInput, Record
 from undercrank.schedules import Schedule
 from undercrank.settings import settings
@@ -96,22 +95,10 @@ def own_file() -> File:
 
 
 def append(paths: Iterable[Path], file: File | None = None) -> None:
-    """Add paths to the user's file; one `write` call, so that two processes do not mix their lines."""
-    file = file or own_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(path.to_json() + "\n" for path in paths).encode()
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, lines)
-    finally:
-        os.close(descriptor)
+    """Add paths to the user's file."""
+    lines.append(paths, file or own_file())
 
 
 def _paths(file: File) -> list[Path]:
-    paths = []
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            paths.extend([Path.from_dict(json.loads(line))] if line.strip() else [])
-        except (BadInput, TypeError, ValueError, RecursionError) as error:
-            raise BadInput(f"{file}, line {number} is no searched path ({error}); remove the line") from error
-    return paths
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return lines.read(text, Path.from_dict, name=str(file), kind="searched path")

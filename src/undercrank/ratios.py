@@ -6,12 +6,11 @@ that no curve is ever used for others. A curve is never edited: a later one of t
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from undercrank import lines
 from undercrank.records import BadInput, Record
 from undercrank.schedules import check_ratios
 from undercrank.settings import settings
@@ -89,22 +88,10 @@ def read_curves(path: Path | None = None) -> tuple[Curve, ...]:
     file = path or settings().calibrations
     if not file.exists():
         return ()
-    curves = []
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            curves.extend([Curve.from_dict(json.loads(line))] if line.strip() else [])
-        except (BadInput, TypeError, ValueError, RecursionError) as error:
-            raise BadInput(f"{file}, line {number} is no calibration ({error}); remove the line") from error
-    return tuple(curves)
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return tuple(lines.read(text, Curve.from_dict, name=str(file), kind="calibration"))
 
 
 def append(curves: Iterable[Curve], path: Path | None = None) -> None:
-    """Add curves to the user's file; one `write` call, so that two processes do not mix their lines."""
-    file = path or settings().calibrations
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(curve.to_json() + "\n" for curve in curves).encode()
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, lines)
-    finally:
-        os.close(descriptor)
+    """Add curves to the user's file."""
+    lines.append(curves, path or settings().calibrations)

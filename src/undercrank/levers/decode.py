@@ -30,17 +30,7 @@ if TYPE_CHECKING:
 
 MODES = ("stream", "fused")
 
-STREAMED = frozenset(
-    {
-        "HunyuanVideo15Pipeline",
-        "HunyuanVideo15ImageToVideoPipeline",
-        "WanPipeline",
-        "WanImageToVideoPipeline",
-        "SkyReelsV2Pipeline",
-        "SkyReelsV2DiffusionForcingPipeline",
-        "Cosmos2_5_PredictBasePipeline",
-    }
-)
+STREAMED = memory.WAN_VAE | {"HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"}
 "Pipeline classes whose VAE is one of the two."
 
 BY_CHUNKS = "undercrank_decode_by_chunks"
