@@ -11,7 +11,6 @@ a run that is cut short has told what it saw.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -25,11 +24,10 @@ from typing import Any
 
 import diffusers
 import torch
-from keeping import kept
+from keeping import Story, free, kept, options_of
 
 from undercrank import families
 from undercrank.levers.decode import Decode
-from undercrank.machine import this_machine
 from undercrank.rig import Rig
 
 
@@ -233,7 +231,7 @@ class Bench:
         reference = self.decode("float32", STREAM).pop("film").cpu()
         return {name: _distance(film, reference) for name, film in films.items()}
 
-    def kernels(self, name: str) -> list[dict[str, Any]]:
+    def kernels(self, name: str) -> dict[str, Any]:
         """Where the time goes: kernels by their total, of one decode."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device != "cpu":
@@ -244,7 +242,7 @@ class Bench:
             {"name": each.key[:110], "ms": round(each.self_device_time_total / 1000, 2), "count": each.count}
             for each in profile.key_averages()
         ]
-        return sorted(rows, key=lambda row: -row["ms"])[:16]
+        return {"kernels": sorted(rows, key=lambda row: -row["ms"])[:16]}
 
     def _rest(self) -> int:
         gc.collect()
@@ -282,36 +280,18 @@ def _works(bench: Bench) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def main() -> None:
-    options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
-    begun_s, device = time.monotonic(), "cpu" if options.rehearse else "cuda"
-    story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
+    options = options_of(__doc__).parse_args()
+    story, device = Story(options.out / "decode.json", options.seconds), "cpu" if options.rehearse else "cuda"
     for row in ROWS:
         if options.rows and not any(row.startswith(start) for start in options.rows):
             continue
-        if time.monotonic() - begun_s > options.seconds:
-            print(f"{row}: not begun, the time is up", flush=True)
+        if not story.has_time_for(row):
             continue
         bench = Bench(row, device, options.rehearse, options.out / "calls.jsonl")
         for name, work in _works(bench):
-            begun = time.perf_counter()
-            story[name] = kept(work)
-            took_s = round(time.perf_counter() - begun, 1)
-            print(f"{name} ({took_s} s)", json.dumps(story[name])[:3000], flush=True)
-            (options.out / "decode.json").write_text(json.dumps(story, indent=1))
+            story.tell(name, work)
         bench = name = work = None  # else the last VAE lies in the next one's rest
-        gc.collect()
-        if device != "cpu":
-            torch.cuda.empty_cache()
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--rows", nargs="*", default=[], help="rows whose names begin so")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    return parser.parse_args()
+        free()
 
 
 if __name__ == "__main__":

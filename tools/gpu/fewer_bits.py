@@ -13,10 +13,8 @@ relative errors, and no film. Writes fewer_bits.json after every row, and calls.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import gc
 import json
 import statistics
 import time
@@ -29,13 +27,12 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from full_size import SUBJECTS, Subject
-from keeping import kept
+from keeping import Story, free, kept, options_of
 from torch._inductor.utils import fresh_cache
 
 import undercrank
 from undercrank.levers import formats, knobs
 from undercrank.levers.formats import FORMATS, converted
-from undercrank.machine import this_machine
 from undercrank.undo import swap_attr
 
 OFF = dict.fromkeys(knobs(), "off")
@@ -101,7 +98,7 @@ class Bench:
     def drop(self, *words: tuple[str, str]) -> None:
         for each in words:
             self.parts.pop(each, None)
-        _free()
+        free()
 
     def bytes(self, setting: dict[str, str], *, of: tuple[str, ...]) -> int:
         return sum(_weights(self.part(role, setting.get(role, "dense"))) for role in of)
@@ -245,7 +242,7 @@ class Bench:
                 self.call("float32", setting)
         finally:
             del wide
-            _free()
+            free()
         return {name: _relative(seen, self.forwards["float32"]) for name, seen in self.forwards.items()}
 
     def decodings(self) -> dict[str, Any]:
@@ -455,7 +452,7 @@ def decodes(subject: Subject, device: str, rehearse: bool) -> dict[str, Any]:
     pipe = subject.pipeline(device, rehearse)
     vae, latents = pipe.vae, _latents(subject, pipe, device, rehearse)
     pipe.transformer = None
-    _free()
+    free()
     story, stock = _timed(lambda: _decoded(vae, latents), device, 2)
     found = {"as shipped": story}
     stride = vae.config.spatial_compression_ratio
@@ -563,27 +560,20 @@ NAMED_ONLY = "decode"
 
 
 def main() -> None:
-    options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
-    Bench.journal, begun_s = options.out / "calls.jsonl", time.monotonic()
-    device = "cpu" if options.rehearse else "cuda"
+    options = options_of(__doc__).parse_args()
+    story, device = Story(options.out / "fewer_bits.json", options.seconds), "cpu" if options.rehearse else "cuda"
+    Bench.journal = options.out / "calls.jsonl"
     if options.rehearse:
         formats.LEAST_FEATURES = {False: 16, True: 16}  # type: ignore[assignment] # tiny models have no wide layers
         formats.ALIGNMENT = 8
     else:
         _warm_up(device)
-    story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
     for name, work in _rows(device, options.rehearse):
         if not any(name.startswith(start) for start in options.rows) if options.rows else name == NAMED_ONLY:
             continue
-        if time.monotonic() - begun_s > options.seconds:
-            print(f"{name}: not begun, the time is up", flush=True)
-            continue
-        begun = time.perf_counter()
-        story[name] = kept(work) | {"took_s": round(time.perf_counter() - begun, 1)}
-        print(name, json.dumps(story[name])[:2500], flush=True)
-        (options.out / "fewer_bits.json").write_text(json.dumps(story, indent=1))
-        _free()
+        if story.has_time_for(name):
+            story.tell(name, work)
+            free()
 
 
 def _warm_up(device: str) -> None:
@@ -620,21 +610,6 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _weights(module: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--rows", nargs="*", default=[], help="rows whose names begin so")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

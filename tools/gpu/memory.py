@@ -11,7 +11,6 @@ after every row, and calls.jsonl after every call: a run that is cut short has t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 from full_size import SUBJECTS
-from keeping import kept
+from keeping import Story, free, kept, options_of
 
 from undercrank import families, memory
 from undercrank.levers.decode import Decode
@@ -282,33 +281,14 @@ def _staged(bench: Bench, levers: tuple[Lever, ...]) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
-    begun_s, device = time.monotonic(), "cpu" if options.rehearse else "cuda"
-    story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
+    options = options_of(__doc__).parse_args()
+    story, device = Story(options.out / "memory.json", options.seconds), "cpu" if options.rehearse else "cuda"
     for name, work in _rows(options.rehearse, device, options.out / "calls.jsonl"):
         if options.rows and not any(name.startswith(start) for start in options.rows):
             continue
-        if time.monotonic() - begun_s > options.seconds:
-            print(f"{name}: not begun, the time is up", flush=True)
-            continue
-        begun = time.perf_counter()
-        story[name] = kept(work)
-        took_s = round(time.perf_counter() - begun, 1)
-        print(f"{name} ({took_s} s)", json.dumps(story[name])[:3000], flush=True)
-        (options.out / "memory.json").write_text(json.dumps(story, indent=1))
-        gc.collect()
-        if device != "cpu":
-            torch.cuda.empty_cache()
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--rows", nargs="*", default=[], help="rows whose names begin so")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    return parser.parse_args()
+        if story.has_time_for(name):
+            story.tell(name, work)
+            free()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ calls.jsonl after every call: a run that is cut short has told what it saw.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
 import statistics
 import time
@@ -22,13 +20,12 @@ from typing import Any, ClassVar
 
 import torch
 from full_size import SUBJECTS
-from keeping import kept
+from keeping import Story, free, kept, options_of
 
 import undercrank
 from undercrank.figures import floor_ms, kernel_table
 from undercrank.lab import watched
 from undercrank.levers import knobs
-from undercrank.machine import this_machine
 from undercrank.profiling import between_forwards, profiled
 from undercrank.work import first_step, rates
 
@@ -352,29 +349,20 @@ def _median_step(runs: list[dict[str, Any]]) -> float:
 
 
 def main() -> None:
-    options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
-    Bench.journal, begun_s = options.out / "calls.jsonl", time.monotonic()
-    device = "cpu" if options.rehearse else "cuda"
-    story: dict[str, Any] = {"machine": this_machine().to_dict(), "torch": torch.__version__}
+    parser = options_of(__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold this")
+    options = parser.parse_args()
+    story, device = Story(options.out / "never_wait.json", options.seconds), "cpu" if options.rehearse else "cuda"
+    Bench.journal = options.out / "calls.jsonl"
     for group, rows in GROUPS.items():
         if not any(group.startswith(start) for start in options.rows or set(GROUPS) - {"second process"}):
             continue
         for name, work in _kept_rows(rows, device, options.rehearse):
-            if options.only and not any(each in name for each in options.only):
-                continue
-            if time.monotonic() - begun_s > options.seconds:
-                print(f"{group}: {name}: not begun, the time is up", flush=True)
-                continue
-            begun = time.perf_counter()
-            found = kept(work)
-            story[f"{group}: {name}"] = found | {"took_s": round(time.perf_counter() - begun, 1)}
-            print(f"{group}: {name}", json.dumps(story[f"{group}: {name}"])[:2500], flush=True)
-            (options.out / "never_wait.json").write_text(json.dumps(story, indent=1))
+            wanted = not options.only or any(each in name for each in options.only)
+            if wanted and story.has_time_for(f"{group}: {name}"):
+                story.tell(f"{group}: {name}", work)
         name = work = None  # else the last row keeps its model on the device, and in the next one's peak
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        free()
 
 
 def _kept_rows(rows: Any, device: str, rehearse: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -383,16 +371,6 @@ def _kept_rows(rows: Any, device: str, rehearse: bool) -> Iterator[tuple[str, Ca
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         yield "build", lambda: {"failed": message}
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--rows", nargs="*", default=[], help="groups whose names begin so")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold this")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
