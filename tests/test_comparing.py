@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from undercrank import cli, video
+from tests.commands import run
+from undercrank import video
 from undercrank.comparing import floor_in_words, table_of
 from undercrank.metrics import METRICS
 from undercrank.records import Distance, FidelityReport
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["undercrank", *map(str, words)])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out = capsys.readouterr()
-    return code, out.out, out.err
 
 
 @pytest.fixture

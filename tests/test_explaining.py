@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
 
+from tests.commands import run
 from tests.test_ledger import a_row
-from undercrank import cli
 from undercrank.explaining import HEADINGS, as_table, find, in_words, select
 from undercrank.ledger import append
 from undercrank.records import BadInput, Measurement
@@ -92,17 +91,6 @@ def test_a_row_without_distances_or_of_an_unknown_model_is_still_said() -> None:
     assert "film: no distance was measured" in in_words(lossy(distances={}))
     assert "engage" not in in_words(lossy(family="unknown:SomePipeline"))
     assert "source: random weights: it says something of time" in in_words(a_row(source="random weights"))
-
-
-def run(monkeypatch: Any, capsys: Any, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["undercrank", *words])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out = capsys.readouterr()
-    return code, out.out, out.err
 
 
 def test_the_command_lists_shows_and_answers_in_json(monkeypatch: Any, capsys: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.commands import run
 from tests.test_ledger import a_row
-from undercrank import cli
 from undercrank.ledger import Ledger, append
 from undercrank.metrics import fidelity_in_words
 from undercrank.records import FidelityReport, Request
@@ -60,17 +59,6 @@ def test_the_newest_floor_of_the_same_runs_is_found() -> None:
     assert found is not None and found.id == "new"
     plan.request = Request(width=640, height=720, num_frames=81, num_inference_steps=50)
     assert Ledger(rows).floor_for(plan) is None  # type: ignore[arg-type]
-
-
-def run(monkeypatch: Any, capsys: Any, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["undercrank", *words])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out = capsys.readouterr()
-    return code, out.out, out.err
 
 
 def test_a_generated_clip_carries_its_report(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
