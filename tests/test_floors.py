@@ -25,6 +25,7 @@ FILES = {
 FLOORS = {
     0: ("undercrank", "records", "undo"),
     1: (
+        "beside",
         "settings",
         "words",
         "families",

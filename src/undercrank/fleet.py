@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
+from undercrank.beside import beside
 from undercrank.jobs import Store, StoreUnavailable, Watch
 from undercrank.shelf import remove_files
 from undercrank.undo import swap_env
@@ -161,9 +162,8 @@ class _Post:
 @contextmanager
 def _every(seconds: float, do: Callable[[], object], *, name: str) -> Iterator[None]:
     """Do it again and again in a thread. A store that is away is waited for; a disk that errs is tried again."""
-    over = threading.Event()
 
-    def run() -> None:
+    def run(over: threading.Event) -> None:
         while True:
             try:
                 do()
@@ -172,10 +172,5 @@ def _every(seconds: float, do: Callable[[], object], *, name: str) -> Iterator[N
             if over.wait(seconds):
                 return
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    try:
+    with beside(run, name=name):
         yield
-    finally:
-        over.set()
-        thread.join()

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from undercrank import families
+from undercrank.beside import beside
 from undercrank.engine import Engine
 from undercrank.fidelity import films_of, refuse_overlap
 from undercrank.ledger import HERE, append
@@ -245,22 +246,17 @@ class _Walk:
     @contextmanager
     def alarm(self) -> Iterator[None]:
         """When the time is up, the run under way is stopped as a cancel stops it, and any that begins after it."""
-        over, left = threading.Event(), max(0.0, self._until - self._clock())
+        left = max(0.0, self._until - self._clock())
 
-        def ring() -> None:
+        def ring(over: threading.Event) -> None:
             is_over = over.wait(min(left, threading.TIMEOUT_MAX))
             while not is_over:
                 self.time_is_up = True
                 self._engine.cancel("the time is up")  # which is forgotten when the next run begins
                 is_over = over.wait(RING_S)
 
-        thread = threading.Thread(target=ring, name="alarm", daemon=True)
-        thread.start()
-        try:
+        with beside(ring, name="alarm"):
             yield
-        finally:
-            over.set()
-            thread.join()
 
     def _is_time_for(self, lever: str) -> bool:
         """By what the last measurement of this lever took, else by the dearest one."""

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from urllib.parse import SplitResult, urlsplit
 
 from undercrank import __version__
+from undercrank.beside import beside
 from undercrank.jobs import Delivery, Store, StoreUnavailable
 from undercrank.records import BadInput, UndercrankError
 
@@ -125,9 +126,8 @@ def signed_headers(message_id: str, body: str, secret: str, *, now: float) -> di
 @contextmanager
 def delivering(store: Store, *, every_s: float = 1.0) -> Iterator[None]:
     """Empty the outbox in a thread. It may run in several processes over one store."""
-    over = threading.Event()
 
-    def run() -> None:
+    def run(over: threading.Event) -> None:
         while not over.wait(every_s):
             try:
                 while not over.is_set() and deliver_next(store):
@@ -135,13 +135,8 @@ def delivering(store: Store, *, every_s: float = 1.0) -> Iterator[None]:
             except StoreUnavailable:
                 continue  # the messages wait
 
-    thread = threading.Thread(target=run, name="webhooks", daemon=True)
-    thread.start()
-    try:
+    with beside(run, name="webhooks"):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def deliver_next(store: Store, *, send: Callable[[Delivery], None] | None = None) -> bool:
