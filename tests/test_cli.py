@@ -280,8 +280,9 @@ def test_models_levers_and_doctor_answer(undercrank) -> None:
 
 
 def started(tmp_path: Path, *more: str) -> subprocess.Popen:
-    """A long run in a process of its own, at its fifth step."""
-    code = "import sys; from undercrank.cli import console; sys.argv[0] = 'undercrank'; console()"
+    """A long run in a process of its own, at its fifth step. It heeds Ctrl-C, also where the tests run under nohup."""
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heeds}; import sys; from undercrank.cli import console; sys.argv[0] = 'undercrank'; console()"
     arguments = ["generate", PROMPT, "--size", "64x64", "--frames", "5", "--steps", "1000", "--json", "-o", "o.mp4"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", code, *arguments, *more], cwd=tmp_path, **pipes)
