@@ -13,6 +13,7 @@ from undercrank import families
 from undercrank.levers import cfg_parallel as module
 from undercrank.levers import replica
 from undercrank.levers.cfg_parallel import BATCHED, BY_TEXT, NAMED, CfgParallel
+from undercrank.levers.uploads import Watch
 from undercrank.records import (
     BadInput,
     Cancelled,
@@ -139,6 +140,25 @@ def test_between_devices_of_two_kinds_all_that_a_branch_needs_is_sent_and_its_an
                 latents = auditor.to_cpu(pipe(**tiny_inputs(pipe, steps=3))[0])
             assert torch.allclose(latents, stock, rtol=1e-3, atol=1e-4)
         assert together(rig) == 3
+
+
+def test_masks_that_a_model_makes_in_its_forward_are_two_sided_in_the_replicas_thread_too() -> None:
+    """Else HunyuanVideo-1.5 would read its picture's mask back from the second device, four times a step."""
+    rig = rig_of(tiny_pipeline("hunyuanvideo-1.5-480p"))
+    stock, beside, inside = film(rig), [], []
+
+    def modes() -> list[bool]:
+        depth = torch._C._len_torch_function_stack()
+        return [torch._C._get_function_stack_at(place).knows_constants for place in range(depth)]
+
+    with patch.object(Watch, "sends", True), ON.engage(rig), mirrored().engage(rig):
+        twin = rig.replicas[0]
+        twin.image_embedder.register_forward_hook(lambda *_: beside.append(modes()))
+        twin.transformer_blocks[0].register_forward_pre_hook(lambda *_: inside.append(modes()))
+        for _ in range(2):
+            assert torch.equal(film(rig), stock)
+    assert beside == [[True]] * 6 and inside == [[]] * 6
+    assert modes() == []
 
 
 def test_two_experts_have_a_replica_each() -> None:

@@ -94,3 +94,17 @@ def test_nothing_is_watched_on_the_cpu() -> None:
     watch = Watch("cpu")
     watch.start(3)
     assert _innermost() is None
+
+
+def test_a_forward_in_another_thread_is_watched_for_as_long_as_it_takes() -> None:
+    watch = Watch("cuda")
+    with watch.during():
+        assert _innermost() is watch.mode and watch.is_here()
+        with watch.suspended():
+            assert _innermost() is None
+    assert _innermost() is None
+    with pytest.raises(ZeroDivisionError), watch.during():
+        1 / 0  # noqa: B018
+    assert _innermost() is None
+    with Watch("cpu").during():
+        assert _innermost() is None

@@ -54,15 +54,21 @@ def gated(rig: Rig, watch: Watch) -> Iterator[None]:
     """On: each denoiser and each of its lists of blocks is of a subclass. Off: as they were."""
     with ExitStack() as stack:
         for denoiser in rig.denoisers:
-            gate = _Gate(rig, watch, denoiser)
+            is_replica = any(denoiser is replica for replica in rig.replicas)
+            own = Watch(_device_of(denoiser)) if is_replica else watch
+            gate = _Gate(rig, own, denoiser, is_replica)
             stack.enter_context(_gate(denoiser, gate))
             stack.enter_context(mochi.knowing(denoiser, gate.known))
             for blocks in () if _is_compiled(denoiser) else _block_lists(denoiser):
-                stack.enter_context(swap_class(blocks, _unwatched(type(blocks), watch)))
+                stack.enter_context(swap_class(blocks, _unwatched(type(blocks), own)))
             for module in denoiser.modules():
                 if type(module).__name__ in AHEAD:
-                    stack.enter_context(swap_class(module, _sending(type(module), watch)))
+                    stack.enter_context(swap_class(module, _sending(type(module), own)))
         yield
+
+
+def _device_of(denoiser: Any) -> str:
+    return str(next(denoiser.parameters()).device)
 
 
 @contextmanager
@@ -90,9 +96,10 @@ def _twinned(rig: Rig, original: Any, places: tuple[int, ...]) -> Any:
 class _Gate:
     """What one denoiser is given."""
 
-    def __init__(self, rig: Rig, watch: Watch, denoiser: Any) -> None:
+    def __init__(self, rig: Rig, watch: Watch, denoiser: Any, is_replica: bool) -> None:
+        """is_replica: it is called in a thread of its own, where the loop's watch is not."""
         name = type(denoiser).__name__
-        self.rig, self.watch = rig, watch
+        self.rig, self.watch, self.is_replica = rig, watch, is_replica
         self.reads_masks = name in READERS
         self.knows_constants = name in CONSTANTS
         self.zeros = ZEROS.get(type(rig.pipe).__name__, ())
@@ -108,7 +115,11 @@ class _Gate:
         args, kwargs = _given(args, masks_stay), _given(kwargs, masks_stay)
         if masks_stay:
             kwargs |= {name: self._zeros(name, kwargs[name]) for name in self.zeros if name in kwargs}
-        mode, is_watched = self.watch.mode, self.watch.is_here()  # not in the thread of a replica
+        with self.watch.during() if self.is_replica else nullcontext():
+            return self._watched(whole, forward, args, kwargs)
+
+    def _watched(self, whole: bool, forward: Any, args: Any, kwargs: Any) -> Any:
+        mode, is_watched = self.watch.mode, self.watch.is_here()  # not after the first steps, if nothing is sent
         if is_watched:
             mode.knows_constants = self.knows_constants
         try:
@@ -131,6 +142,8 @@ class _Gate:
 
     def forget(self, error: BaseException | None) -> None:
         self._made.clear()
+        if self.is_replica:
+            self.watch.mode.forget()
 
 
 def _given(value: Any, masks_stay: bool) -> Any:

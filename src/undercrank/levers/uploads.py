@@ -78,9 +78,13 @@ class Watch:
     def start(self, total: int) -> None:
         self.stop()
         self.mode.forget()
-        sends = self.mode.device.type not in ("cpu", "mps")
-        if sends and not self._pushed:  # else it is on still, beneath somebody's mode, and serves
+        if self.sends and not self._pushed:  # else it is on still, beneath somebody's mode, and serves
             self._push()
+
+    @property
+    def sends(self) -> bool:
+        """Whether there is a way to the device that somebody could wait for."""
+        return self.mode.device.type not in ("cpu", "mps")
 
     def step(self, index: int) -> None:
         """Schedulers that draw noise, and pipelines that send something, do so from the first steps on."""
@@ -96,6 +100,18 @@ class Watch:
         """Whether the mode is on in this thread, be it beneath another one."""
         depth = torch._C._len_torch_function_stack()
         return any(torch._C._get_function_stack_at(place) is self.mode for place in range(depth))
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """On inside the block, in a thread that the loop is not in: for one forward of a replica."""
+        if not self.sends:
+            yield
+            return
+        self._push()
+        try:
+            yield
+        finally:
+            self.stop()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
