@@ -70,15 +70,20 @@ class Decoder(Record):
 
 WAN_LIKE = Decoder(units=8.5, frames=4, history=25.0, is_measured=True)
 OTHER = Decoder(units=8.0, frames=None)
-STREAM = Decoder(units=6.5, frames=5, history=26.7)
+LTX = Decoder(units=5.5, frames=None, is_measured=True)
+COGVIDEOX = Decoder(units=19.0, frames=8, history=27.0, is_measured=True)
+"Its norms read the latents again, at the size of what they norm."
+STREAM = Decoder(units=6.5, frames=5, history=13.0, is_measured=True)
 "Under the lever `decode`: a first chunk of five frames."
 
 DECODERS = {
     "HunyuanVideo15Pipeline": Decoder(units=7.0, frames=None, is_measured=True),
     "HunyuanVideo15ImageToVideoPipeline": Decoder(units=7.0, frames=None, is_measured=True),
     **dict.fromkeys(WAN_VAE, WAN_LIKE),
-    "CogVideoXPipeline": Decoder(units=9.0, frames=8, history=25.0),
-    "CogVideoXImageToVideoPipeline": Decoder(units=9.0, frames=8, history=25.0),
+    "CogVideoXPipeline": COGVIDEOX,
+    "CogVideoXImageToVideoPipeline": COGVIDEOX,
+    "LTXPipeline": LTX,
+    "LTXImageToVideoPipeline": LTX,
     "MochiPipeline": Decoder(units=9.0, frames=18, history=25.0),
     "HunyuanVideoPipeline": Decoder(units=8.0, frames=17),
     "HunyuanVideoImageToVideoPipeline": Decoder(units=8.0, frames=17),

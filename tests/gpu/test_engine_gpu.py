@@ -24,7 +24,7 @@ def test_flipbook_makes_the_same_film_with_no_stall() -> None:
         engine.generate(ASKED)
         fast = engine.generate(replace(ASKED, wishes=(("host_sync", "on"),))).report
         stock = engine.generate(replace(ASKED, wishes=(("host_sync", "off"),))).report
-    assert [r.lever for r in fast.receipts] == ["host_sync"] and not fast.receipts[0].complaints
+    assert "host_sync" in [r.lever for r in fast.receipts] and not any(r.complaints for r in fast.receipts)
     assert fast.trace.stalls == 0 < stock.trace.stalls, fast.trace.stall_sites
     assert fast.frames_hash == stock.frames_hash
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from diffusers.hooks import HookRegistry
 
 from undercrank import families
 from undercrank.ledger import Ledger
@@ -15,6 +17,7 @@ from undercrank.levers import formats, offload
 from undercrank.levers.decode import Decode
 from undercrank.levers.formats import FORMATS
 from undercrank.levers.offload import Offload
+from undercrank.levers.text_trim import TextTrim
 from undercrank.load import load
 from undercrank.planner import load_spec, make_plan, refuse_if_too_big
 from undercrank.records import BadInput, Device, LeverRefused, Machine, OutOfMemory, Plan, Request
@@ -127,6 +130,38 @@ def test_quantised_weights_are_moved_to_the_bit(stored: tuple[str, str], monkeyp
     resident = run(rig)
     with Offload(mode="group").engage(rig):
         assert torch.equal(run(rig), resident)
+
+
+def test_hooks_that_diffusers_takes_away_after_a_forward_take_no_other_lever_with_them() -> None:
+    """By a stream, which a CPU has not, it follows the first forward with hooks of its own and removes them then."""
+    from diffusers.hooks import ModelHook
+
+    class Fleeting(ModelHook):
+        def post_forward(self, module: Any, output: Any) -> Any:
+            module._diffusers_hook.remove_hook("fleeting", recurse=False)
+            return output
+
+    name = "hunyuanvideo-1.5-480p"
+    rig = Rig(tiny_pipeline(name), families.family(name), "cpu")
+    rig.pipe.set_progress_bar_config(disable=True)
+    denoiser = rig.pipe.transformer
+    registered = HookRegistry.register_hook
+
+    def with_fleeting(registry: HookRegistry, hook: ModelHook, hook_name: str) -> None:
+        registered(registry, hook, hook_name)
+        if hook_name == "group_offloading":
+            registered(registry, Fleeting(), "fleeting")
+
+    with TextTrim().engage(rig):
+        trimmed = run(rig)
+    before = fingerprint(rig.pipe)
+    with patch.object(HookRegistry, "register_hook", with_fleeting), Offload(mode="group").engage(rig):
+        with TextTrim().engage(rig):
+            assert denoiser._diffusers_hook.get_hook("fleeting") is not None
+            assert torch.equal(run(rig), trimmed)
+            assert denoiser._diffusers_hook.get_hook("fleeting") is None
+            assert rig.counters["text_trim.forwards"] == 4
+    assert differences(before, fingerprint(rig.pipe)) == []
 
 
 def test_weights_that_are_not_resident_are_loaded_onto_the_host() -> None:

@@ -175,7 +175,8 @@ class Bench:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(setting.lever.engage(self.rig) if setting.lever else nullcontext())
-            stack.enter_context(torch.backends.cudnn.flags(benchmark=setting.benchmark))
+            # Its `flags` would switch cuDNN off unless told otherwise.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=setting.benchmark))
             resting = self._rest()
             begun = time.perf_counter()
             film = self.vae.decode(z, return_dict=False)[0]
