@@ -10,6 +10,7 @@ from undercrank.audit import stalls_and_result
 from undercrank.engine import _HELD
 from undercrank.levers import ORDER
 from undercrank.records import BadInput, LeverRefused
+from undercrank.rig import FLEETING
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
 
 FAMILIES = ["cogvideox-2b", "wan2.1-1.3b"]
@@ -362,3 +363,43 @@ def test_what_the_user_put_on_the_pipeline_is_kept_and_said() -> None:
         assert torch.equal(film(pipe), cached)
     assert run.plan.notes == ("already on this pipeline, and kept: a step cache of diffusers",)
     assert pipe.transformer.is_cache_enabled
+
+
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo-1.5-480p"])
+def test_under_the_users_own_offloading_levers_act_in_every_call_and_its_hooks_stay(name: str) -> None:
+    """The CPU stands for the device: at the end of each call diffusers takes such hooks off and puts them on again."""
+    pipe = tiny_pipeline(name)
+    pipe.set_progress_bar_config(disable=True)
+    words = {"transformer_cache": "mask", "transformer_cache_mask": "1101", "host_sync": "on"}
+    words |= {"text_trim": "on"} if name != "wan2.1-1.3b" else {}
+    clip = lambda: pipe(**tiny_inputs(pipe, steps=4)).frames  # noqa: E731
+    with undercrank.accelerate(pipe, **words), torch.no_grad():
+        resident = clip()
+    pipe.enable_model_cpu_offload(device="cpu")
+    hooked = pipe.transformer.forward
+    with undercrank.accelerate(pipe, **words) as run, torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(clip(), resident)
+            assert run.receipts and not [c for receipt in run.receipts for c in receipt.complaints]
+    assert pipe.transformer.forward is hooked and run.plan.notes == (
+        "already on this pipeline, and kept: offloading or a device map",
+    )
+
+
+def test_under_group_offloading_of_the_users_own_hooks_that_go_take_no_lever_with_them() -> None:
+    """By a stream, which a CPU has not, diffusers takes a hook off the denoiser after its first forward."""
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Leaving(ModelHook):
+        def post_forward(self, module, output):
+            HookRegistry.check_if_exists_or_initialize(module).remove_hook(FLEETING[0], recurse=False)
+            return output
+
+    pipe = tiny_pipeline("hunyuanvideo-1.5-480p")
+    pipe.set_progress_bar_config(disable=True)
+    registry = HookRegistry.check_if_exists_or_initialize(pipe.transformer)
+    registry.register_hook(Leaving(), FLEETING[0])
+    with undercrank.accelerate(pipe, text_trim="on") as run, torch.no_grad():
+        pipe(**tiny_inputs(pipe, steps=4))
+    assert run.rig.counters["text_trim.forwards"] == 8
+    assert registry.hooks == {}

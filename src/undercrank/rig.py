@@ -164,11 +164,15 @@ class Rig:
 
     @contextmanager
     def seams(self) -> Iterator[None]:
-        """Wrap `progress_bar` and each denoiser's `cache_context`; undone on leaving."""
+        """Wrap `progress_bar`, each denoiser's `cache_context`, and the end of offloading; undone on leaving."""
         with ExitStack() as stack:
             bar = self.pipe.progress_bar
             stack.enter_context(swap_attr(self.pipe, "progress_bar", self._bar_maker(bar)))
+            if hasattr(self.pipe, "maybe_free_model_hooks"):
+                free = self._freer(self.pipe.maybe_free_model_hooks)
+                stack.enter_context(swap_attr(self.pipe, "maybe_free_model_hooks", free))
             for module in self.primaries:
+                stack.enter_context(steadied(module))
                 if hasattr(module, "cache_context"):
                     context = self._context_maker(module.cache_context)
                     stack.enter_context(swap_attr(module, "cache_context", context))
@@ -190,6 +194,25 @@ class Rig:
             return Bar(original(iterable=iterable, total=total), self, length)
 
         return progress_bar
+
+    def _freer(self, original: Callable[[], None]) -> Callable[[], None]:
+        """Under model offloading, at the end of a call, weights go back to the host and the hooks stay on.
+
+        Stock takes the hooks off and puts them on again (diffusers 0.42.1, `enable_model_cpu_offload`), and with them
+        goes what levers had put around a denoiser's forward since.
+        """
+
+        def maybe_free_model_hooks() -> None:
+            if not getattr(self.pipe, "_all_hooks", None):
+                original()
+                return
+            for part in self.pipe.components.values():
+                if hasattr(part, "_reset_stateful_cache"):
+                    part._reset_stateful_cache()
+            for hook in self.pipe._all_hooks:
+                hook.offload()
+
+        return maybe_free_model_hooks
 
     def _context_maker(self, original: Callable[..., Any], *, is_replica: bool = False) -> Callable[..., Any]:
         @contextmanager
@@ -244,6 +267,51 @@ class Rig:
                 guider.momentum_buffer = None
         if hasattr(self.pipe, "maybe_free_model_hooks"):
             self.pipe.maybe_free_model_hooks()
+
+
+# --------------------------------------------------------------------------- hooks that come and go
+
+
+FLEETING = ("lazy_prefetch_group_offloading", "layer_execution_tracker")
+"""Hooks by which diffusers follows the first forward under group offloading, and which it takes away then (0.42.1,
+`hooks/group_offloading.py`). With a hook that lies outermost goes all that was put around it since."""
+
+OUTERMOST = "undercrank_outermost"
+
+
+class _Nothing:
+    """A hook, as diffusers' registry knows one, that does nothing."""
+
+    _is_stateful = False
+
+    def initialize_hook(self, module: Any) -> Any:
+        return module
+
+    deinitalize_hook = initialize_hook
+
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return output
+
+
+@contextmanager
+def steadied(module: Any) -> Iterator[None]:
+    """On: no hook that will be taken away lies outermost in the module or in its parts. Off: as before."""
+    with ExitStack() as stack:
+        for registry in registries(module):
+            if registry.get_hook(OUTERMOST) or not any(map(registry.get_hook, FLEETING)):
+                continue
+            registry.register_hook(_Nothing(), OUTERMOST)
+            stack.callback(registry.remove_hook, OUTERMOST, recurse=False)
+        yield
+
+
+def registries(module: Any) -> list[Any]:
+    """The hooks of a module and of its parts, as diffusers keeps them."""
+    parts = module.modules() if hasattr(module, "modules") else ()
+    return [vars(part)["_diffusers_hook"] for part in parts if "_diffusers_hook" in vars(part)]
 
 
 class Bar:

@@ -7,6 +7,7 @@ import torch
 
 import undercrank
 from undercrank.engine import Engine
+from undercrank.levers import knobs
 from undercrank.records import Request
 from undercrank.testing import tiny_inputs, tiny_pipeline
 from undercrank.trace import Event
@@ -16,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+OFF = dict.fromkeys(knobs(), "off")
 ASKED = Request(prompt="a red ball rolls left", seed=1, device="cuda", num_inference_steps=6)
 
 
@@ -37,7 +39,7 @@ def test_nothing_in_the_loop_copies_back(name: str) -> None:
     film = lambda: pipe(**tiny_inputs(pipe, steps=8)).frames  # noqa: E731
     with torch.no_grad():
         stock = film()
-        with undercrank.accelerate(pipe) as run:
+        with undercrank.accelerate(pipe, **(OFF | {"host_sync": "on"})) as run:
             film()
             armed = [
                 lambda index: torch.cuda.set_sync_debug_mode("error") if index == 1 else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ from undercrank.ledger import Ledger
 from undercrank.levers import formats, offload
 from undercrank.levers.decode import Decode
 from undercrank.levers.formats import FORMATS
+from undercrank.levers.host_sync import HostSync
 from undercrank.levers.offload import Offload
+from undercrank.levers.step_cache import StepCache
 from undercrank.levers.text_trim import TextTrim
 from undercrank.load import load
 from undercrank.planner import load_spec, make_plan, refuse_if_too_big
-from undercrank.records import BadInput, Device, LeverRefused, Machine, OutOfMemory, Plan, Request
-from undercrank.rig import Rig
+from undercrank.records import BadInput, Device, Lever, LeverRefused, Machine, OutOfMemory, Plan, Request
+from undercrank.rig import FLEETING, Rig
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
 
 GIB = 1 << 30
@@ -103,9 +106,9 @@ def test_blocks_are_not_moved_in_formats_that_were_not_tried() -> None:
     assert plan(wishes={"offload": "model", "transformer_quant": "nvfp4"}).load.formats
 
 
-def run(rig: Rig) -> torch.Tensor:
+def run(rig: Rig, steps: int = 2) -> torch.Tensor:
     with rig.seams(), rig.call(), torch.no_grad():
-        return rig.pipe(**tiny_inputs(rig.pipe, steps=2)).frames
+        return rig.pipe(**tiny_inputs(rig.pipe, steps=steps)).frames
 
 
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo-1.5-480p", "cogvideox-2b", "ltx-video"])
@@ -132,13 +135,36 @@ def test_quantised_weights_are_moved_to_the_bit(stored: tuple[str, str], monkeyp
         assert torch.equal(run(rig), resident)
 
 
+@pytest.mark.parametrize("mode", ["group", "model"])
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo-1.5-480p"])
+def test_other_levers_act_in_the_second_call_as_in_the_first(name: str, mode: str) -> None:
+    """At the end of a call stock takes its hooks off and puts them on again. The CPU stands for the device here."""
+    rig = Rig(tiny_pipeline(name), families.family(name), "cpu")
+    rig.pipe.set_progress_bar_config(disable=True)
+    others = [StepCache(cache="mask", mask="1101"), HostSync()]
+    if name != "wan2.1-1.3b":
+        others.insert(0, TextTrim())
+
+    def films(*levers: Lever) -> list[tuple[torch.Tensor, dict[str, int]]]:
+        with ExitStack() as stack:
+            for lever in levers:
+                stack.enter_context(lever.engage(rig))
+            return [(run(rig, steps=4), dict(rig.counters)) for _ in range(2)]
+
+    resident = films(*others)
+    before = fingerprint(rig.pipe)
+    for (there, acted), (here, counted) in zip(films(Offload(mode=mode), *others), resident, strict=True):
+        assert torch.equal(there, here) and acted == counted
+    assert [each for each in differences(before, fingerprint(rig.pipe)) if " tensor: " not in each] == []  # moved
+
+
 def test_hooks_that_diffusers_takes_away_after_a_forward_take_no_other_lever_with_them() -> None:
     """By a stream, which a CPU has not, it follows the first forward with hooks of its own and removes them then."""
     from diffusers.hooks import ModelHook
 
     class Fleeting(ModelHook):
         def post_forward(self, module: Any, output: Any) -> Any:
-            module._diffusers_hook.remove_hook("fleeting", recurse=False)
+            module._diffusers_hook.remove_hook(FLEETING[1], recurse=False)
             return output
 
     name = "hunyuanvideo-1.5-480p"
@@ -150,16 +176,16 @@ def test_hooks_that_diffusers_takes_away_after_a_forward_take_no_other_lever_wit
     def with_fleeting(registry: HookRegistry, hook: ModelHook, hook_name: str) -> None:
         registered(registry, hook, hook_name)
         if hook_name == "group_offloading":
-            registered(registry, Fleeting(), "fleeting")
+            registered(registry, Fleeting(), FLEETING[1])
 
     with TextTrim().engage(rig):
         trimmed = run(rig)
     before = fingerprint(rig.pipe)
     with patch.object(HookRegistry, "register_hook", with_fleeting), Offload(mode="group").engage(rig):
         with TextTrim().engage(rig):
-            assert denoiser._diffusers_hook.get_hook("fleeting") is not None
+            assert denoiser._diffusers_hook.get_hook(FLEETING[1]) is not None
             assert torch.equal(run(rig), trimmed)
-            assert denoiser._diffusers_hook.get_hook("fleeting") is None
+            assert denoiser._diffusers_hook.get_hook(FLEETING[1]) is None
             assert rig.counters["text_trim.forwards"] == 4
     assert differences(before, fingerprint(rig.pipe)) == []
 

@@ -232,6 +232,8 @@ class Bench:
     def floor(self) -> dict[str, Any]:
         """Of one forward: faithful, and every setting seen so far, against the dense model in float32, eager."""
         setting = {"transformer": "dense"}
+        if "faithful" not in self.forwards:
+            self.call("faithful", {})
         wide = copy.deepcopy(self.pipe.transformer).float()
         try:
             with (

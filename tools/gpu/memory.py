@@ -56,8 +56,8 @@ SIZES: dict[str, tuple[dict[str, int], ...]] = {
         {"width": 704, "height": 480, "num_frames": 97},
     ),
 }
-"""Model -> the sizes that it is measured at, if not one only, `full_size`'s: one that people ask for, and another one, to
-which nobody fitted a formula."""
+"""Model -> the sizes that it is measured at, if not that of `full_size`: one that people ask for, and another one,
+to which nobody fitted a formula."""
 
 CAPPED: dict[str, tuple[Lever, ...]] = {
     "hunyuanvideo-1.5-720p": (TextTrim(), HostSync()),

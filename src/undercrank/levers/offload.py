@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from undercrank import memory
 from undercrank.levers.formats import FORMATS
 from undercrank.records import BadInput, Case, Lever, LeverRefused, LoadSpec, Needs, Trace
+from undercrank.rig import FLEETING, registries, steadied
 from undercrank.undo import kept, swap_attr
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ MODES = ("model", "group")
 
 GROUP_SHARE = 10
 "Under `group` a component is counted as a tenth: two blocks of thirty or more, and what lies beside the blocks."
-
-OUTERMOST = "undercrank_outermost"
-"""Name of a hook that does nothing. diffusers takes some of its own hooks away after the first forward, and with a hook
-that lies outermost all that was put around it since, other levers' forwards too; of this one it knows nothing."""
 
 ON_MODULES = ("forward", "_diffusers_hook", "_hf_hook", "_old_forward")
 ON_PIPELINE = ("_all_hooks", "_offload_gpu_id", "_offload_device")
@@ -140,6 +137,7 @@ def _by_group(rig: Rig) -> Iterator[None]:
             else:
                 stack.callback(_unhook, part)
                 _hook(part, rig.device, is_denoiser=part in rig.denoisers)
+                stack.enter_context(steadied(part))
         yield
 
 
@@ -209,7 +207,7 @@ def _hook(part: Any, device: str, *, is_denoiser: bool) -> None:
     A component that diffusers does not move by groups is small: it goes to the device as it is.
     """
     import torch
-    from diffusers.hooks import ModelHook, apply_group_offloading
+    from diffusers.hooks import apply_group_offloading
 
     if not getattr(part, "_supports_group_offloading", True):
         part.to(device)
@@ -222,21 +220,10 @@ def _hook(part: Any, device: str, *, is_denoiser: bool) -> None:
         use_stream=device.startswith("cuda"),
         **how,
     )
-    for registry in _registries(part):
-        registry.register_hook(ModelHook(), OUTERMOST)
 
 
 def _unhook(part: Any) -> None:
-    for registry in _registries(part):
-        for name in (OUTERMOST, "group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"):
+    for registry in registries(part):
+        for name in ("group_offloading", *FLEETING):
             registry.remove_hook(name, recurse=False)
     part.to("cpu")
-
-
-def _registries(part: Any) -> Iterator[Any]:
-    """Of each hooked module, its hooks."""
-    from diffusers.hooks import HookRegistry
-
-    for module in part.modules():
-        if isinstance(registry := vars(module).get("_diffusers_hook"), HookRegistry):
-            yield registry
