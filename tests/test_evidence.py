@@ -1,5 +1,6 @@
 """What the package ships as measured stands on the page that people read."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,17 @@ MEASURED = [
 
 
 def test_there_are_measured_rows() -> None:
-    assert {row.lever for row in MEASURED} >= {"host_sync", "text_trim", "compile"}
+    assert {row.lever for row in MEASURED} >= {"host_sync", "text_trim", "compile", "quantize", "decode", "offload"}
+
+
+def its_ms(row: Measurement) -> float:
+    """Of a step; where a row is of no step, the last figure before the note's first semicolon."""
+    if row.step_ms is not None:
+        return row.step_ms
+    return float(re.findall(r"([\d.]+) ms", row.note.split(";")[0])[-1])
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.family} {row.lever} {row.id}")
 def test_each_measured_step_stands_on_the_page(row: Measurement) -> None:
-    assert row.step_ms is not None
-    figures = {f"{row.step_ms:.0f}", f"{row.step_ms:.1f}"}
+    figures = {f"{its_ms(row):.0f}", f"{its_ms(row):.1f}"}
     assert any(f"| {figure} " in PAGE for figure in figures), figures

@@ -54,3 +54,26 @@ def test_each_companion_becomes_a_row_and_dense_sides_and_failures_none(own_ledg
     assert both.total_s == 6.0 and both.gain == 1.15
     own_ledger.write_text("".join(row.to_json() + "\n" for row in rows))
     assert read_ledger().rows[-len(rows) :] == tuple(rows)
+
+
+def test_a_run_by_groups_becomes_a_row_that_speaks_of_memory_and_of_no_gain(own_ledger: Path) -> None:
+    resident = {"step_s": 2.0, "decode_s": 1.0, "denoise_gib": 30.0, "decode_gib": 31.0}
+    moved = {"step_s": 2.2, "decode_s": 1.1, "denoise_gib": 5.0, "decode_gib": 12.5, "over_resident": {"step_s": 1.1}}
+    story = {
+        "machine": {"name": "m", "packages": {"torch": "2.11.0"}, "driver": "580", "devices": [{"name": "an H200"}]},
+        "torch": "2.11.0",
+        "stages: wan2.1-14b": {"stock": {}},
+        "capped: wan2.1-14b": {"resident": resident, "group, 22 GiB": moved, "took_s": 1.0},
+        "capped: hunyuanvideo-1.5-720p": {"resident": resident, "group, 22 GiB": {"failed": "OutOfMemoryError"}},
+    }
+    (row,) = tool().capped_rows(story)
+    assert (row.family, row.lever, row.setting, row.step_ms, row.gain) == (
+        "wan2.1-14b",
+        "offload",
+        "group",
+        2200.0,
+        None,
+    )
+    assert row.peak_bytes == 12.5 * 2**30 and "1.100 of it" in row.note
+    own_ledger.write_text(row.to_json() + "\n")
+    assert read_ledger().rows[-1] == row

@@ -331,11 +331,16 @@ def decide(
 ) -> tuple[tuple[Lever, ...], tuple[Decision, ...]]:
     """One decision for every lever in ORDER. Raises LeverRefused for an explicit wish that cannot be honoured.
 
-    What was asked for by name is decided first: a lever that decides by itself then gives way to it.
+    What was asked for by name is decided first: a lever that decides by itself then gives way to it. Then what spares
+    memory, which others ask about.
     """
     engaged: dict[type[Lever], Lever] = {}
     decided: dict[type[Lever], Decision] = {}
-    for cls in sorted(ORDER, key=lambda cls: (not _explicit(cls, request), _gains_less(cls, case, ledger))):
+
+    def turn(cls: type[Lever]) -> tuple[bool, bool, bool]:
+        return not _explicit(cls, request), not cls.spares_memory, _gains_less(cls, case, ledger)
+
+    for cls in sorted(ORDER, key=turn):
         clash = _clash(cls, list(engaged))
         on = [engaged[cls] for cls in ORDER if cls in engaged]
         lever, decided[cls] = _decide_one(cls, request, under(case, on), ledger, clash, load, on)
@@ -463,7 +468,7 @@ def _decide_choice(
             )
         doubts = [*([denied_by(denied[0])] if denied else []), *([doubt] if doubt else [])]
         reason = f"asked for, although {' and '.join(doubts)}" if doubts else "asked for"
-        return lever, answer(Status.APPLIED, reason, denied)
+        return lever, answer(Status.APPLIED, reason, (*denied, *(row for row in rows if row not in denied)))
     if promise.rank > request.fidelity.ceiling.rank:
         return None, answer(Status.DECLINED, f"{promise.value}, and fidelity {request.fidelity.value} allows less")
     if doubt:

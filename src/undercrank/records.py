@@ -671,6 +671,8 @@ class Lever(Record):
     "It spares the host's work, which a larger clip hides: a gain counts for clips of at most twice as many tokens."
     only_identical: ClassVar[bool] = False
     "`auto` engages it only where such a row shows the same frames, bit for bit."
+    spares_memory: ClassVar[bool] = False
+    "It takes much memory away and costs nothing: decided before those that ask whether everything fits without them."
     apart: ClassVar[bool] = False
     "Its knobs speak of different things: off for one of them is off for that one alone."
     seals: ClassVar[bool] = False

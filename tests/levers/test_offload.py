@@ -40,8 +40,8 @@ def plan(free_gib: float = 139, device: Device = GPU, **more: Any) -> Plan:
         cpu_count=1,
         packages={"torchao": "0.18.0"},
     )
-    request = Request(prompt="a fox", model=WAN, wishes=wishes, **more)
-    return make_plan(request, family=families.family(WAN), machine=machine, ledger=Ledger())
+    request = Request(**{"prompt": "a fox", "model": WAN, "wishes": wishes, **more})
+    return make_plan(request, family=families.family(request.model), machine=machine, ledger=Ledger())
 
 
 def mode(made: Plan) -> str:
@@ -65,6 +65,15 @@ def test_it_moves_as_little_as_the_device_asks_for() -> None:
     assert mode(plan(26)) == "group"
     small = plan(1)
     assert mode(small) == "none" and "does not fit with offload=group either" in reason(small)
+
+
+def test_whether_all_fits_is_asked_of_the_clip_with_its_padding_trimmed() -> None:
+    """Stock's mask over all pairs of tokens is no reason to move weights where it is not built."""
+    clip = {"model": "hunyuanvideo-1.5-720p", "num_frames": 121}
+    wide, narrow = plan(36, **clip), plan(22, **clip)
+    assert reason(wide) == "everything fits on the device"
+    assert mode(narrow) == "model" and narrow.expected.peak_bytes < 22 * GIB
+    assert reason(plan(36, **clip, wishes={"text_trim": "off"})).startswith("does not fit")  # 41 GiB of mask
 
 
 def test_the_plan_expects_less_of_the_device_and_the_request_is_no_longer_refused() -> None:

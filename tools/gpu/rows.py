@@ -1,4 +1,4 @@
-"""Ledger rows out of what `never_wait.py`, `fewer_bits.py` and `decode.py` wrote.
+"""Ledger rows out of what `never_wait.py`, `fewer_bits.py`, `decode.py` and `memory.py` wrote.
 
     python tools/gpu/rows.py never_wait.json [more.json ...] >> src/undercrank/evidence/h200.jsonl
 
@@ -155,6 +155,38 @@ def decode_rows(story: dict[str, Any]) -> list[Measurement]:
     return found
 
 
+CAPPED = "group, 22 GiB"
+
+
+def capped_rows(story: dict[str, Any]) -> list[Measurement]:
+    """Of `memory.py`: by groups inside 22 GiB. No gain: that is for memory, and what it costs is in the note."""
+    found = []
+    for name, row in story.items():
+        title, _, family = name.partition(": ")
+        subject = next((value for value in SUBJECTS.values() if value[0] == family), None)
+        if title != "capped" or subject is None or "failed" in row.get(CAPPED, {"failed": ""}):
+            continue
+        resident, moved = row["resident"], row[CAPPED]
+        found.append(
+            _measurement(
+                story,
+                subject,
+                lever="offload",
+                setting="group",
+                num_inference_steps=2,
+                n=1,
+                step_ms=round(moved["step_s"] * 1000, 1),
+                peak_bytes=round(max(moved["denoise_gib"], moved["decode_gib"]) * 2**30),
+                note=f"inside 22 GiB, without a text encoder, eager, decode=stream in both: a step "
+                f"{resident['step_s'] * 1000:.0f} ms resident, {moved['step_s'] * 1000:.0f} ms by groups, "
+                f"{moved['over_resident']['step_s']:.3f} of it; a decode {resident['decode_s'] * 1000:.0f} and "
+                f"{moved['decode_s'] * 1000:.0f} ms; peaks {resident['denoise_gib']:.1f} and "
+                f"{resident['decode_gib']:.1f} GiB resident, {moved['denoise_gib']:.1f} and {moved['decode_gib']:.1f} GiB",
+            )
+        )
+    return found
+
+
 def _measurement(story: dict[str, Any], subject: tuple[Any, ...], **measured: Any) -> Measurement:
     family, width, height, num_frames, dtype = subject
     machine = story["machine"]
@@ -247,7 +279,7 @@ def _note(pair: Pair, a: dict[str, Any], b: dict[str, Any], ratios: list[float])
 def main() -> None:
     for path in sys.argv[1:]:
         story = json.loads(Path(path).read_text())
-        for row in (*rows_of(story), *companion_rows(story), *decode_rows(story)):
+        for row in (*rows_of(story), *companion_rows(story), *decode_rows(story), *capped_rows(story)):
             print(row.to_json())
 
 
