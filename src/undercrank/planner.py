@@ -341,9 +341,8 @@ def decide(
         return not _explicit(cls, request), not cls.spares_memory, _gains_less(cls, case, ledger)
 
     for cls in sorted(ORDER, key=turn):
-        clash = _clash(cls, list(engaged))
         on = [engaged[cls] for cls in ORDER if cls in engaged]
-        lever, decided[cls] = _decide_one(cls, request, under(case, on), ledger, clash, load, on)
+        lever, decided[cls] = _decide_one(cls, request, under(case, on), ledger, load, on)
         if lever is not None:
             engaged[cls] = lever
     return tuple(engaged[cls] for cls in ORDER if cls in engaged), tuple(decided[cls] for cls in ORDER)
@@ -369,9 +368,9 @@ def _explicit(cls: type[Lever], request: Request) -> dict[str, str]:
     return {knob: value for knob, value in _wishes_of(cls, request).items() if value not in ("auto", "off")}
 
 
-def _clash(cls: type[Lever], engaged: list[type[Lever]]) -> str | None:
+def _clash(lever: Lever, engaged: Iterable[Lever]) -> str | None:
     """Levers that are on already and do not go together with this one, whichever of the two says so."""
-    names = [e.name for e in engaged if e.name in cls.needs.conflicts or cls.name in e.needs.conflicts]
+    names = [each.name for each in engaged if each.name in lever.conflicts or lever.name in each.conflicts]
     return f"does not go together with {', '.join(names)}: turn that off" if names else None
 
 
@@ -380,7 +379,6 @@ def _decide_one(
     request: Request,
     case: Case,
     ledger: Ledger,
-    clash: str | None,
     load: LoadSpec,
     on: Sequence[Lever],
 ) -> tuple[Lever | None, Decision]:
@@ -393,7 +391,7 @@ def _decide_one(
         choices = (*choices, *_measured_choices(cls, case, ledger, besides=choices))
     answers = []
     for choice in choices:
-        hindrance = clash or _comes_too_late(choice, load)
+        hindrance = _clash(choice, on) or _comes_too_late(choice, load)
         answers.append(_decide_choice(choice, wishes, explicit, request, case, ledger, hindrance, on))
     able = [answer for answer in answers if answer[0] is not None]
     told = next((answer for answer in reversed(answers) if answer[1].evidence), answers[-1])
@@ -773,7 +771,7 @@ def _lever_that_fits(plan: Plan, dense: Case) -> str:
     for cls in ORDER:
         for wish in cls.grid(dense.num_inference_steps):
             lever = cls.from_wish(dict(wish))
-            others = [e for e in plan.levers if type(e) is not cls and not _clash(cls, [type(e)])]
+            others = [e for e in plan.levers if type(e) is not cls and not _clash(lever, [e])]
             levers = [lever if each is cls else next((e for e in others if type(e) is each), None) for each in ORDER]
             case = under(dense, [each for each in levers if each is not None])
             if not (unmet_need(cls, dense) or lever.lacks(dense)) and memory.peak(case) <= dense.device.free_bytes:

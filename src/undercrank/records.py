@@ -691,6 +691,11 @@ class Lever(Record):
         """
         return None
 
+    @property
+    def conflicts(self) -> frozenset[str]:
+        """Names of levers that it does not go together with, in this setting."""
+        return self.needs.conflicts
+
     def choices(self, case: Case) -> tuple[Self, ...]:
         """The settings that `auto` may take here, the boldest first: the first that may engage does."""
         return (self,)

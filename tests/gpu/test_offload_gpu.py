@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from undercrank.families import family
+from undercrank.levers.compile import Compile
 from undercrank.levers.host_sync import HostSync
 from undercrank.levers.offload import Offload
 from undercrank.levers.step_cache import StepCache
@@ -59,3 +60,15 @@ def test_the_film_is_that_of_the_resident_model_and_the_other_levers_act(
     for (there, acted), (here, counted) in zip(films(rig, Offload(mode=mode), *levers), resident, strict=True):
         assert torch.equal(there, here) and acted == counted
     assert [each for each in differences(before, fingerprint(pipe)) if " tensor: " not in each] == []  # moved
+
+
+def test_compiled_blocks_of_a_denoiser_that_comes_whole_make_the_film_of_a_resident_one() -> None:
+    pipe = tiny_pipeline("hunyuanvideo-1.5-480p").to("cuda")
+    pipe.set_progress_bar_config(disable=True)
+    rig = Rig(pipe, family("hunyuanvideo-1.5-480p"), "cuda:0")
+    levers = (TextTrim(), Compile(), HostSync())
+    resident = films(rig, *levers)
+    pipe.to("cpu")
+    for (there, acted), (here, _) in zip(films(rig, Offload(mode="model"), *levers), resident, strict=True):
+        assert torch.equal(there, here)
+        assert acted["compile.executed"] == acted["compile.calls"] > 0 and not acted.get("compile.again")

@@ -15,6 +15,7 @@ from diffusers.hooks import HookRegistry
 from undercrank import families
 from undercrank.ledger import Ledger
 from undercrank.levers import formats, offload
+from undercrank.levers.compile import Compile
 from undercrank.levers.decode import Decode
 from undercrank.levers.formats import FORMATS
 from undercrank.levers.host_sync import HostSync
@@ -23,13 +24,14 @@ from undercrank.levers.step_cache import StepCache
 from undercrank.levers.text_trim import TextTrim
 from undercrank.load import load
 from undercrank.planner import load_spec, make_plan, refuse_if_too_big
-from undercrank.records import BadInput, Device, Lever, LeverRefused, Machine, OutOfMemory, Plan, Request
+from undercrank.records import BadInput, Device, Lever, LeverRefused, Machine, OutOfMemory, Plan, Request, Trace
 from undercrank.rig import FLEETING, Rig
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
 
 GIB = 1 << 30
 GPU = Device(kind="cuda", name="a GPU", capability=(10, 0), free_bytes=139 * GIB)
 WAN = "wan2.1-14b"
+TRACE = Trace(stage_s={}, step_ms=(1.0,), stalls=0)
 
 
 def plan(free_gib: float = 139, device: Device = GPU, **more: Any) -> Plan:
@@ -103,10 +105,34 @@ def test_a_cpu_has_nowhere_to_send_a_model_from() -> None:
         plan(device=cpu, wishes={"offload": "model"})
 
 
-@pytest.mark.parametrize("other", ["compile", "cuda_graph"])
-def test_what_holds_on_to_addresses_of_weights_does_not_go_together_with_it(other: str) -> None:
+@pytest.mark.parametrize(("mode", "other"), [("group", "compile"), ("group", "cuda_graph"), ("model", "cuda_graph")])
+def test_what_holds_on_to_addresses_of_weights_or_passes_no_hook_does_not_go_together_with_it(
+    mode: str, other: str
+) -> None:
     with pytest.raises(LeverRefused, match="does not go together with"):
-        plan(wishes={"offload": "group", other: "on"})
+        plan(wishes={"offload": mode, other: "on"})
+
+
+def test_blocks_of_a_denoiser_that_comes_whole_are_compiled() -> None:
+    assert {lever.name for lever in plan(wishes={"offload": "model", "compile": "on"}).levers} >= {"offload", "compile"}
+    whole, by_blocks = plan(22, model="hunyuanvideo-1.5-720p", num_frames=33), plan(26)
+    assert (mode(whole), mode(by_blocks)) == ("model", "group")
+    said = [next(each.reason for each in made.decisions if each.lever == "compile") for made in (whole, by_blocks)]
+    assert said[0].startswith("unmeasured on") and said[1].startswith("does not go together with offload")
+
+
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo-1.5-480p"])
+def test_compiled_blocks_of_a_denoiser_that_comes_whole_make_the_film_of_a_resident_one(name: str) -> None:
+    rig = Rig(tiny_pipeline(name), families.family(name), "cpu")
+    rig.pipe.set_progress_bar_config(disable=True)
+    compiled = Compile(backend="aot_eager")
+    with compiled.engage(rig):
+        resident = run(rig)
+    with Offload(mode="model").engage(rig), compiled.engage(rig):
+        for _ in range(2):
+            assert torch.equal(run(rig), resident)
+            assert rig.counters["compile.executed"] == rig.counters["compile.calls"] > 0
+            assert compiled.verify(rig, TRACE) == []
 
 
 def test_blocks_are_not_moved_in_formats_that_were_not_tried() -> None:

@@ -181,7 +181,8 @@ def capped_rows(story: dict[str, Any]) -> list[Measurement]:
                 f"{resident['step_s'] * 1000:.0f} ms resident, {moved['step_s'] * 1000:.0f} ms by groups, "
                 f"{moved['over_resident']['step_s']:.3f} of it; a decode {resident['decode_s'] * 1000:.0f} and "
                 f"{moved['decode_s'] * 1000:.0f} ms; peaks {resident['denoise_gib']:.1f} and "
-                f"{resident['decode_gib']:.1f} GiB resident, {moved['denoise_gib']:.1f} and {moved['decode_gib']:.1f} GiB",
+                f"{resident['decode_gib']:.1f} GiB resident, {moved['denoise_gib']:.1f} and "
+                f"{moved['decode_gib']:.1f} GiB",
             )
         )
     return found

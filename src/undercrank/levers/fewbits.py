@@ -17,7 +17,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 TINY = 1e-12
 "The least that a row is scaled by: a row of zeros is divided by this and not by zero."
 ROWS = 16
-"Rows of a narrow product come in multiples of this: cuBLAS refused 60 of them with row-wise scales on an H200."
+"""Rows of a narrow product come in multiples of this: cuBLAS was seen to refuse 60 of them with row-wise scales on an
+H200. torch 2.11's own kernel takes them there (`tools/gpu/fewer_bits.py`, products)."""
 FAST_SUMS = True
 """Sums stay in the tensor core, which on Hopper keeps fewer than 32 bits of them: torchao's default too. Otherwise they
 are taken out again and again, which costs time; `tools/gpu/fewer_bits.py` measures both."""

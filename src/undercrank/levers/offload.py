@@ -45,7 +45,7 @@ class Offload(Lever):
     name = "offload"
     summary = "weights wait on the host until they are needed"
     off_words = ("off", "none")
-    needs = Needs(conflicts=frozenset({"compile", "cuda_graph"}))
+    needs = Needs(conflicts=frozenset({"cuda_graph"}))
 
     mode: str = "auto"
 
@@ -64,6 +64,11 @@ class Offload(Lever):
     @property
     def setting(self) -> str:
         return self.mode
+
+    @property
+    def conflicts(self) -> frozenset[str]:
+        """Blocks that come one by one run under hooks, which compiled code cannot pass; a whole denoiser's do not."""
+        return self.needs.conflicts | ({"compile"} if self.mode == "group" else set())
 
     def choices(self, case: Case) -> tuple[Self, ...]:
         return tuple(replace(self, mode=mode) for mode in MODES) if self.mode == "auto" else (self,)
