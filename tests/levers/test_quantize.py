@@ -322,7 +322,7 @@ def test_the_shipped_rows_decide_for_hunyuanvideo() -> None:
     """The text encoder stays dense, the denoiser too, and the VAE takes fp8 where the word allows it."""
     made = plan(ledger=read_ledger(), device=BLACKWELL, packages={"torchao": "0.18.0"}, fidelity="quality")
     assert made.load.formats == (("vae", "fp8"),)
-    assert decided(made).evidence == ("published-hunyuanvideo-1.5-720p-quantize-vae",)
+    assert "published-hunyuanvideo-1.5-720p-quantize-vae" in decided(made).evidence
     assert plan(ledger=read_ledger(), fidelity="faithful").load.formats == ()
 
 
