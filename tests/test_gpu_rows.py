@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from undercrank.ledger import read_ledger
+from undercrank import families
+from undercrank.ledger import Ledger, read_ledger
+from undercrank.planner import make_plan
+from undercrank.records import Device, Machine, Measurement, Request
 
 TOOL = Path(__file__).parents[1] / "tools" / "gpu" / "rows.py"
 
@@ -77,3 +81,39 @@ def test_a_run_by_groups_becomes_a_row_that_speaks_of_memory_and_of_no_gain(own_
     assert row.peak_bytes == 12.5 * 2**30 and "1.100 of it" in row.note
     own_ledger.write_text(row.to_json() + "\n")
     assert read_ledger().rows[-1] == row
+
+
+def test_two_devices_make_rows_that_auto_follows_where_the_latents_are_equal_and_one_device_makes_none() -> None:
+    """Compiled code beside it, which drifted, does not speak against the eager row."""
+    drifted = {"equal": False, "max_ulps": 3, "max_abs": 0.5, "relative": 0.007}
+    both = {
+        "steps": 2, "step_ms": {"B": [10.0, 12.0]}, "peak_gib": {"B": {"cuda:0": 34.0, "cuda:1": 18.0}},
+        "pair_ratios": [1.9, 1.8], "drift": {"equal": True}, "at_once": 2, "stalls": {"B": [0, 0]},
+        "replica_gib": 26.7, "replica_fill_s": 0.9,
+    }  # fmt: skip
+    story = {
+        "machine": {"name": "m", "packages": {"torch": "2.11.0"}, "devices": [{"name": "NVIDIA H200"}]},
+        "rows": {
+            "wan2.1-14b, eager": both,
+            "wan2.1-14b, compiled": both | {"drift": drifted},
+            "wan2.1-1.3b, eager": both | {"peak_gib": {"B": {"cuda:0": 34.0}}},
+            "cogvideox-2b, eager": {"failed": "OutOfMemoryError"},
+        },
+    }
+    eager, compiled = rows = tool().branch_rows(story)
+    assert (eager.family, eager.setting, eager.gain, eager.step_ms) == ("wan2.1-14b", "", 1.85, 11.0)
+    assert eager.distances == {"max_abs": 0.0} and eager.peak_bytes == 34 * 2**30
+    assert compiled.setting == "over compiled" and compiled.distances == {"max_abs": 0.5, "relative": 0.007}
+
+    gpus = tuple(
+        Device(kind="cuda", index=index, name="NVIDIA H200", capability=(9, 0), free_bytes=140 * 2**30)
+        for index in (0, 1)
+    )
+    machine, asked = Machine(name="a machine", devices=gpus, cpu_count=8), Request(prompt="a fox", model="wan2.1-14b")
+
+    def is_on(*rows: Measurement) -> bool:
+        made = make_plan(asked, family=families.family(asked.model), machine=machine, ledger=Ledger(rows))
+        return "cfg_parallel" in {lever.name for lever in made.levers}
+
+    assert is_on(*rows) and is_on(eager)
+    assert not is_on(compiled) and not is_on(replace(eager, distances={"max_abs": 1e-6}))

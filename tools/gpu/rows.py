@@ -1,4 +1,4 @@
-"""Ledger rows out of what `never_wait.py`, `fewer_bits.py`, `decode.py` and `memory.py` wrote.
+"""Ledger rows out of what `never_wait.py`, `fewer_bits.py`, `decode.py`, `memory.py` and `two_devices.py` wrote.
 
     python tools/gpu/rows.py never_wait.json [more.json ...] >> src/undercrank/evidence/h200.jsonl
 
@@ -188,6 +188,41 @@ def capped_rows(story: dict[str, Any]) -> list[Measurement]:
     return found
 
 
+def branch_rows(story: dict[str, Any]) -> list[Measurement]:
+    """Of `two_devices.py`: both branches at once against one after the other, on two devices; on one there is no gain
+    to be had, and no row. `auto` asks for rows of eager code; those over compiled blocks or a cache have a setting."""
+    found = []
+    for name, row in story.get("rows", {}).items():
+        family, _, stack = name.partition(", ")
+        subject = next((value for value in SUBJECTS.values() if value[0] == family), None)
+        if subject is None or "failed" in row or len(row["peak_gib"]["B"]) < 2:
+            continue
+        steps, drift = row["step_ms"]["B"], row["drift"]
+        apart = {"max_abs": 0.0} if drift["equal"] else {key: drift[key] for key in ("max_abs", "relative")}
+        places = "bit for bit" if drift["equal"] else f"at most {drift['max_ulps']} steps of the last place apart"
+        peaks = ", ".join(f"{device} {gib:.1f}" for device, gib in row["peak_gib"]["B"].items())
+        found.append(
+            _measurement(
+                story,
+                subject,
+                lever="cfg_parallel",
+                setting="" if stack == "eager" else f"over {stack}",
+                num_inference_steps=row["steps"],
+                n=len(row["pair_ratios"]),
+                step_ms=round(statistics.median(steps), 2),
+                spread_ms=round((max(steps) - min(steps)) / 2, 2),
+                peak_bytes=round(max(row["peak_gib"]["B"].values()) * 2**30),
+                gain=round(statistics.median(row["pair_ratios"]), 4),
+                distances=apart,
+                note=f"A: one branch after the other, B: both at once, {stack}, guidance on; pairs "
+                f"{', '.join(f'{ratio:.3f}' for ratio in row['pair_ratios'])}; latents {places}; {row['at_once']} of "
+                f"{row['steps']} steps at once; stalls {row['stalls']['B']}; replica {row['replica_gib']:.1f} GiB in "
+                f"{row['replica_fill_s']:.2f} s; peaks {peaks} GiB",
+            )
+        )
+    return found
+
+
 def _measurement(story: dict[str, Any], subject: tuple[Any, ...], **measured: Any) -> Measurement:
     family, width, height, num_frames, dtype = subject
     machine = story["machine"]
@@ -280,8 +315,9 @@ def _note(pair: Pair, a: dict[str, Any], b: dict[str, Any], ratios: list[float])
 def main() -> None:
     for path in sys.argv[1:]:
         story = json.loads(Path(path).read_text())
-        for row in (*rows_of(story), *companion_rows(story), *decode_rows(story), *capped_rows(story)):
-            print(row.to_json())
+        for rows in (rows_of, companion_rows, decode_rows, capped_rows, branch_rows):
+            for row in rows(story):
+                print(row.to_json())
 
 
 if __name__ == "__main__":
