@@ -1,14 +1,18 @@
 """`accelerate` around a pipeline at hand: same latents, fewer stalls, and the pipeline as it was found."""
 
 import contextlib
+import copy
+from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.hooks import CpuOffload
 
 import undercrank
 from undercrank.audit import stalls_and_result
 from undercrank.engine import _HELD
 from undercrank.levers import ORDER
+from undercrank.levers.compile import Compile
 from undercrank.records import BadInput, LeverRefused
 from undercrank.rig import FLEETING
 from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
@@ -259,8 +263,6 @@ def test_an_exception_in_a_forward_under_a_guider_that_installs_hooks_leaves_the
 
 
 def test_a_copy_made_inside_the_block_runs_itself(pipe) -> None:
-    import copy
-
     good = film(pipe)
     with undercrank.accelerate(pipe, host_sync="off") as run:
         film(pipe)
@@ -366,7 +368,9 @@ def test_what_the_user_put_on_the_pipeline_is_kept_and_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo-1.5-480p"])
-def test_under_the_users_own_offloading_levers_act_in_every_call_and_its_hooks_stay(name: str) -> None:
+def test_under_the_users_own_offloading_levers_act_in_every_call_and_its_hooks_stay(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The CPU stands for the device: at the end of each call diffusers takes such hooks off and puts them on again."""
     pipe = tiny_pipeline(name)
     pipe.set_progress_bar_config(disable=True)
@@ -376,11 +380,18 @@ def test_under_the_users_own_offloading_levers_act_in_every_call_and_its_hooks_s
     with undercrank.accelerate(pipe, **words), torch.no_grad():
         resident = clip()
     pipe.enable_model_cpu_offload(device="cpu")
-    hooked = pipe.transformer.forward
+    hooked, sent = pipe.transformer.forward, []
+    home = CpuOffload.init_hook
+    monkeypatch.setattr(CpuOffload, "init_hook", lambda hook, module: sent.append(module) or home(hook, module))
     with undercrank.accelerate(pipe, **words) as run, torch.no_grad():
         for _ in range(2):
             assert torch.equal(clip(), resident)
             assert run.receipts and not [c for receipt in run.receipts for c in receipt.complaints]
+        assert len(sent) == len({id(module) for module in sent}) * 2, "each part once at the end of each call"
+        *_, last = pipe.transformer.children()
+        with patch.object(last, "forward", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+            clip()
+        assert len(sent) == len({id(module) for module in sent}) * 3, "after a failure too"
     assert pipe.transformer.forward is hooked and run.plan.notes == (
         "already on this pipeline, and kept: offloading or a device map",
     )
@@ -403,3 +414,46 @@ def test_under_group_offloading_of_the_users_own_hooks_that_go_take_no_lever_wit
         pipe(**tiny_inputs(pipe, steps=4))
     assert run.rig.counters["text_trim.forwards"] == 8
     assert registry.hooks == {}
+
+
+def test_a_copy_made_inside_the_block_sends_its_weights_home_by_itself() -> None:
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.set_progress_bar_config(disable=True)
+    with undercrank.accelerate(pipe):
+        film(pipe)
+        other = copy.copy(pipe)
+    other.enable_model_cpu_offload(device="cpu")
+    sent: list[object] = []
+    other.transformer._hf_hook.init_hook = sent.append
+    film(other)
+    assert sent == [other.transformer]
+
+
+def test_the_users_own_group_offloading_is_said() -> None:
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.set_progress_bar_config(disable=True)
+    pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+    with undercrank.accelerate(pipe) as run:
+        film(pipe)
+    assert run.plan.notes == ("already on this pipeline, and kept: offloading or a device map",)
+
+
+def test_a_lever_that_auto_chose_gives_way_to_what_the_user_put_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a user moves blocks one by one: compiled code cannot pass their hooks, and nobody asked for it."""
+    monkeypatch.setattr(Compile, "doubt", lambda self, case: None)
+    monkeypatch.setattr(Compile, "only_measured", False)
+    monkeypatch.setattr(Compile, "from_wish", classmethod(lambda cls, wishes: cls(backend="eager")))
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.set_progress_bar_config(disable=True)
+    stock = film(pipe)
+    with undercrank.accelerate(pipe) as run:
+        film(pipe)
+    assert "compile" in {lever.name for lever in run.plan.levers}
+    pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
+    with undercrank.accelerate(pipe) as run:
+        for _ in range(2):
+            assert torch.equal(film(pipe), stock)
+    (found,) = [decision for decision in run.plan.decisions if decision.lever == "compile"]
+    assert found.chosen == "off" and "runs under a hook" in found.reason
+    with undercrank.accelerate(pipe, compile="on"), pytest.raises(LeverRefused, match="runs under a hook"):
+        film(pipe)

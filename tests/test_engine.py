@@ -31,6 +31,7 @@ from undercrank.records import (
     Report,
     Request,
     RunFailed,
+    Status,
 )
 from undercrank.testing import tiny_folder
 from undercrank.undo import swap_attr
@@ -174,7 +175,8 @@ def _told(log, name):
 
 @pytest.fixture
 def spies(monkeypatch):
-    """Three levers that only tell when they are entered and left; `c` fails to engage when told to."""
+    """Three levers that only tell when they are entered and left. Each fails to engage when told to by its letter, and
+    refuses to by its capital, which is told too."""
     log: list[str] = []
     failing: set[str] = set()
 
@@ -182,6 +184,9 @@ def spies(monkeypatch):
         def engage(self, rig):
             if letter in failing:
                 raise OSError("cannot engage")
+            if letter.upper() in failing:
+                log.append(letter.upper())
+                raise LeverRefused(f"{letter}: not on this model")
             return _told(log, letter)
 
         return dataclasses.dataclass(frozen=True, kw_only=True)(
@@ -219,6 +224,37 @@ def test_a_lever_that_fails_to_engage_leaves_the_rig_bare_and_the_engine_usable(
     assert log == ["+a", "+b", "-b", "-a"]
     failing.clear()
     engine.generate(request_)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_lever_that_was_not_asked_for_and_refuses_is_left_out_with_its_reason(engine, request_, spies, is_loaded):
+    log, failing = spies
+    if is_loaded:
+        engine.generate(wishing(request_, a="off", b="off", c="off"))
+    failing.add("B")
+    for tried in (["+a", "B", "+c"], []):  # it is not tried again
+        log.clear()
+        report = engine.generate(request_).report
+        assert log == tried
+        assert (
+            [receipt.lever for receipt in report.receipts] == [lever.name for lever in report.plan.levers] == ["a", "c"]
+        )
+        (found,) = [decision for decision in report.plan.decisions if decision.lever == "b"]
+        assert (found.status, found.chosen, found.reason) == (Status.UNSUPPORTED, "off", "not on this model")
+        assert "b could not be turned on; time and memory were expected with it" in report.notes
+    with pytest.raises(LeverRefused, match="b: not on this model"):
+        engine.generate(wishing(request_, b="on"))
+    failing.clear()
+    assert len(engine.generate(wishing(request_, b="on")).report.receipts) == 3
+
+
+def test_what_refused_on_one_model_is_tried_on_the_next(engine, request_, spies, folder, tmp_path):
+    log, failing = spies
+    failing.add("B")
+    assert len(engine.prepare(request_, warm=False).levers) == 2
+    failing.clear()
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert len(engine.prepare(dataclasses.replace(request_, model=str(other)), warm=False).levers) == 3
 
 
 def test_closing_leaves_every_lever_also_when_one_fails_to_leave(request_, spies):

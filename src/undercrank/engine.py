@@ -32,7 +32,17 @@ from undercrank import families, frames, images, video
 from undercrank.ledger import Ledger, read_ledger
 from undercrank.load import PATIENCE_S, Loaded, Watch, asking, forget_frames, forgetting_frames, load
 from undercrank.machine import this_machine
-from undercrank.planner import Live, case_of, check_wishes, fitting_after, gib, make_plan, refuse_if_too_big
+from undercrank.planner import (
+    Live,
+    case_of,
+    check_wishes,
+    fitting_after,
+    gib,
+    is_asked_for,
+    make_plan,
+    refuse_if_too_big,
+    without,
+)
 from undercrank.quality import as_FCHW, faults
 from undercrank.records import (
     BadInput,
@@ -41,6 +51,7 @@ from undercrank.records import (
     Family,
     Fidelity,
     Lever,
+    LeverRefused,
     Loading,
     LoadSpec,
     Machine,
@@ -52,7 +63,7 @@ from undercrank.records import (
     RunFailed,
     Trace,
 )
-from undercrank.rig import Rig
+from undercrank.rig import Rig, registries
 from undercrank.sources import which_model
 from undercrank.trace import Event, Listener, Tracer, ignore
 from undercrank.undo import appended, subclass, swap_attr, swap_class
@@ -131,6 +142,8 @@ class Engine:
         self._load_stack = ExitStack()
         self._load_cost = (0.0, 0)
         self._held: list[Held] = []
+        self._refused: dict[Lever, str] = {}
+        "Levers that `auto` chose and that refused to be entered on what is loaded, and why."
         self._plan: Plan | None = None
         "Of what is loaded."
         self._owed: Plan | None = None
@@ -219,8 +232,7 @@ class Engine:
         A newer `prepare` or `generate` overtakes this one, which then raises Cancelled.
         """
         with self._turn(gives_way=True):
-            plan = self.plan(request, listener=listener)
-            with self._in_memory(plan, listener, warm=warm):
+            with self._in_memory(self.plan(request, listener=listener), listener, warm=warm) as plan:
                 return plan
 
     def restore(self, *, listener: Listener = ignore) -> bool:
@@ -282,23 +294,24 @@ class Engine:
                 rig.cancel(reason)
 
     @contextmanager
-    def _in_memory(self, plan: Plan, listener: Listener, *, warm: bool = False) -> Iterator[Rig]:
-        """The plan's weights and levers; memory that runs out from here on is answered with a size that fits."""
+    def _in_memory(self, plan: Plan, listener: Listener, *, warm: bool = False) -> Iterator[Plan]:
+        """The plan's weights and levers, and the plan as it is then (`move_to`). Memory that runs out from here on is
+        answered with a size that fits."""
         family = self.rig.family if self.rig and self.live else families.family(plan.load.family)
         device = self.live.device if self.live else self.machine.device(plan.load.device)
         if self._needs_load(plan):
             refuse_if_too_big(plan, family, self.machine, device)
         with _memory_errors(plan, family, self.machine, device):
-            self.move_to(plan, listener, warm=warm)
-            assert self.rig is not None
-            yield self.rig
+            yield self.move_to(plan, listener, warm=warm)
 
     def _generate(self, request: Request, listener: Listener, on_latents: OnLatents | None) -> Clip:
         if request.seed is None:
             request = replace(request, seed=secrets.randbelow(2**31))
         plan = self.plan(request, listener=listener)
         picture = _picture(plan.request)
-        with self._in_memory(plan, listener) as rig:
+        with self._in_memory(plan, listener) as plan:
+            rig = self.rig
+            assert rig is not None
             notes = (*plan.notes, *_truncation(rig, plan.request), *(images.notes(picture) if picture else ()))
             inputs = call_inputs(rig, plan.request, picture)
             with self._encoding(plan.request) as encoder:
@@ -329,23 +342,49 @@ class Engine:
         assert request.fps is not None
         return video.encoding(request.fps) if self.encode_ahead else nullcontext()
 
-    def move_to(self, plan: Plan, listener: Listener = ignore, *, warm: bool = False) -> None:
-        """Load if the load changed, else keep the longest common prefix of levers and enter the rest."""
+    def move_to(self, plan: Plan, listener: Listener = ignore, *, warm: bool = False) -> Plan:
+        """Load if the load changed, else keep the longest common prefix of levers and enter the rest.
+
+        Returns the plan as it is then: a lever that `auto` chose and that refuses, face to face with the pipeline, is
+        left out with its reason.
+        """
         if self._needs_load(plan):
-            self._load(plan, listener, warm=warm)
-            return
+            return self._load(plan, listener, warm=warm)
         assert self.rig is not None
-        wanted = list(plan.levers)
-        while [lever for lever, _, _ in self._held] != wanted[: len(self._held)]:
-            self._pop()
-        self._plan = plan
         try:
-            for lever in wanted[len(self._held) :]:
-                self.check_cancelled()
-                self._held.append(_entered(lever, self.rig))
+            self._plan = self._engage(plan, self.rig, self._held, self._refused)
         except BaseException:
             self._pop_all()
             raise
+        return self._plan
+
+    def _engage(
+        self,
+        plan: Plan,
+        rig: Rig,
+        held: list[Held],
+        refused: dict[Lever, str],
+        tell: Callable[[str], None] = lambda name: None,
+    ) -> Plan:
+        """Leave what the plan has not, enter what it has; what refuses joins `refused`. Raises LeverRefused of what was
+        asked for by name."""
+        for lever in plan.levers:
+            if is_asked_for(lever, plan.request):  # tried again, to be honoured or refused
+                refused.pop(lever, None)
+        plan = without(plan, refused)
+        while [lever for lever, _, _ in held] != list(plan.levers[: len(held)]):
+            _, stack, _ = held.pop()
+            stack.close()
+        for lever in plan.levers[len(held) :]:
+            self.check_cancelled()
+            tell(lever.name)
+            try:
+                held.append(_entered(lever, rig))
+            except LeverRefused as refusal:
+                if is_asked_for(lever, plan.request):
+                    raise
+                refused[lever] = str(refusal)
+        return without(plan, refused)
 
     def run(
         self, plan: Plan, call: Callable[[], T], listener: Listener = ignore
@@ -424,23 +463,27 @@ class Engine:
     def _needs_load(self, plan: Plan) -> bool:
         return self.live is None and (self.rig is None or self._spec != plan.load)
 
-    def _load(self, plan: Plan, listener: Listener, *, warm: bool) -> None:
+    def _load(self, plan: Plan, listener: Listener, *, warm: bool) -> Plan:
         """Everything as one block, handed over when it is whole; if it ends before, nothing of it is left."""
         with _telling(listener) as told, ExitStack() as stack:
             try:
                 with forgetting_frames():  # before the weights are let go of: whoever holds the error would hold them
-                    loaded, held = self._built(plan, stack, told, warm=warm)
+                    loaded, held, plan, refused = self._built(plan, stack, told, warm=warm)
             finally:
                 self._at_work = None
             self._leave()  # nothing is there any more, unless both may be held
             self._load_stack = stack.pop_all()
-        self._loaded, self.rig, self._held = loaded, loaded.rig, held
+        self._loaded, self.rig, self._held, self._refused = loaded, loaded.rig, held, refused
         self._spec, self._plan, self._owed = plan.load, plan, None
         self._load_cost = (loaded.load_s, loaded.load_bytes)
         told.state("ready")
+        return plan
 
-    def _built(self, plan: Plan, stack: ExitStack, told: _Told, *, warm: bool) -> tuple[Loaded, list[Held]]:
-        """Read, place, engage and warm up, each part left through the stack."""
+    def _built(
+        self, plan: Plan, stack: ExitStack, told: _Told, *, warm: bool
+    ) -> tuple[Loaded, list[Held], Plan, dict[Lever, str]]:
+        """Read, place, engage and warm up, each part left through the stack. Also the plan as it is then, and what
+        refused."""
         loaded = stack.enter_context(
             load(
                 plan.load,
@@ -453,17 +496,15 @@ class Engine:
         rig = self._at_work = loaded.rig
         stack.enter_context(rig.seams())
         held: list[Held] = []
+        refused: dict[Lever, str] = {}
         stack.callback(_leave_all, held)
-        for lever in plan.levers:
-            self.check_cancelled()
-            told.state("engaging", lever.name)
-            held.append(_entered(lever, rig))
+        plan = self._engage(plan, rig, held, refused, functools.partial(told.state, "engaging"))
         if warm and not rig.family.traits & {"video_input", "control_input"}:
             self.check_cancelled()
             told.state("warming")
             _warm_up(rig, plan, self.check_cancelled)
         self.check_cancelled()
-        return loaded, held
+        return loaded, held, plan, refused
 
     def _make_room(self) -> None:
         """Two models are never in memory together unless asked; the host's memory counts as the device's does."""
@@ -473,16 +514,13 @@ class Engine:
 
     def _unload(self) -> None:
         self.rig = self._loaded = self._spec = self.live = self._plan = None
+        self._refused = {}
         self._load_stack.close()
         self._load_stack = ExitStack()
 
     def check_cancelled(self) -> None:
         if self._cancel_reason:
             raise Cancelled(self._cancel_reason)
-
-    def _pop(self) -> None:
-        _, stack, _ = self._held.pop()
-        stack.close()
 
     def _pop_all(self) -> None:
         _leave_all(self._held)
@@ -937,8 +975,7 @@ class _Hold:
         run.rig = self.rig
         asked = _request_of(_arguments(original, self.pipe, args, kwargs), self.rig.family, run)
         plan = self.engine.plan_live(asked, strict=False)
-        self.engine.move_to(plan)
-        run.plan = plan
+        run.plan = plan = self.engine.move_to(plan)
         result, run.trace, run.receipts = self.engine.run(
             plan, lambda: original(self.pipe, *args, **kwargs), run.listener
         )
@@ -1039,7 +1076,9 @@ def already_on(rig: Rig) -> list[str]:
         found.append("torch.compile")
     if any(getattr(denoiser, "is_cache_enabled", False) for denoiser in rig.denoisers):
         found.append("a step cache of diffusers")
-    if any(hasattr(part, "_hf_hook") for part in parts) or getattr(rig.pipe, "hf_device_map", None):
+    is_hooked = any(hasattr(part, "_hf_hook") for part in parts)
+    by_groups = any(each.get_hook("group_offloading") for denoiser in rig.denoisers for each in registries(denoiser))
+    if is_hooked or by_groups or getattr(rig.pipe, "hf_device_map", None):
         found.append("offloading or a device map")
     if any(getattr(denoiser, "peft_config", None) for denoiser in rig.denoisers):
         found.append("LoRA")

@@ -7,7 +7,7 @@ engaged or not; then time and memory are estimated, each with its basis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -356,6 +356,37 @@ def _gains_less(cls: type[Lever], case: Case, ledger: Ledger) -> bool:
         return _median(gains_on(rows, case) or [0.0])
 
     return any(gain(rival) > gain(cls.name) for rival in cls.needs.rivals)
+
+
+def is_asked_for(lever: Lever, request: Request) -> bool:
+    """By name, so that it is honoured or the request refused."""
+    return bool(_explicit(type(lever), request))
+
+
+def without(plan: Plan, refused: Mapping[Lever, str]) -> Plan:
+    """The plan without levers that refused to be entered, each with its reason. What it expects stays, with a note."""
+    left_out = {lever.name: refused[lever] for lever in plan.levers if lever in refused}
+    if not left_out:
+        return plan
+    decisions = tuple(
+        replace(
+            decision,
+            status=Status.UNSUPPORTED,
+            chosen="off",
+            reason=left_out[decision.lever].removeprefix(f"{decision.lever}: "),
+        )
+        if decision.lever in left_out
+        else decision
+        for decision in plan.decisions
+    )
+    note = f"{', '.join(left_out)} could not be turned on; time and memory were expected with it"
+    return replace(
+        plan,
+        levers=tuple(lever for lever in plan.levers if lever not in refused),
+        decisions=decisions,
+        promise=Promise.weakest(each.promise for each in decisions if each.status is Status.APPLIED),
+        notes=(*plan.notes, note),
+    )
 
 
 def _wishes_of(cls: type[Lever], request: Request) -> dict[str, str]:

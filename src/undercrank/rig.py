@@ -203,16 +203,22 @@ class Rig:
         """
 
         def maybe_free_model_hooks() -> None:
-            if not getattr(self.pipe, "_all_hooks", None):
+            with swap_attr(self.pipe, "enable_model_cpu_offload", lambda **_: None):
                 original()
-                return
-            for part in self.pipe.components.values():
-                if hasattr(part, "_reset_stateful_cache"):
-                    part._reset_stateful_cache()
-            for hook in self.pipe._all_hooks:
-                hook.offload()
+            self._send_home()
 
         return maybe_free_model_hooks
+
+    def _send_home(self) -> None:
+        """By the parts and not by the pipeline's list of hooks: a copy of it shares its parts, and has another list."""
+        parts = getattr(self.pipe, "components", {}).values()
+        moved = [part for part in parts if type(getattr(part, "_hf_hook", None)).__name__ == "CpuOffload"]
+        for part in moved:
+            part._hf_hook.init_hook(part)
+        if moved:
+            from diffusers.utils.torch_utils import empty_device_cache
+
+            empty_device_cache(self.device.partition(":")[0])
 
     def _context_maker(self, original: Callable[..., Any], *, is_replica: bool = False) -> Callable[..., Any]:
         @contextmanager
