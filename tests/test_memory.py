@@ -87,20 +87,23 @@ STREAMED: tuple[Lever, ...] = (TextTrim(), Decode())
         ("hunyuanvideo-1.5-480p", (848, 480, 33), STREAMED, 18.597, 22.509),
         ("wan2.1-14b", (832, 480, 81), (), 30.545, 31.433),
         ("wan2.1-14b", (832, 480, 81), (Decode(),), 30.546, 30.605),
-        ("cogvideox-2b", (720, 480, 49), (), 4.670, 18.637),
+        ("cogvideox-2b", (720, 480, 49), (), 4.676, 18.642),
+        ("cogvideox-2b", (480, 320, 25), (), 4.095, 10.459),  # nothing was fitted to this size
         ("ltx-video", (768, 512, 161), (), 4.942, 10.374),
+        ("ltx-video", (704, 480, 97), (), 4.703, 7.523),  # nor to this
     ],
 )
 def test_the_peaks_of_a_run_with_denoiser_and_vae_resident_are_what_was_measured(
     model: str, size: tuple[int, int, int], levers: tuple[Lever, ...], denoise_gib: float, decode_gib: float
 ) -> None:
-    """docs/evidence.md, "Memory, stage by stage"; guidance off, the VAE in the run's dtype."""
+    """docs/evidence.md, "Memory, stage by stage"; guidance off, the VAE in the run's dtype. What decoding takes is held
+    to the measured peak without the weights, which would hide it."""
     stock = without(case(model, *size, guidance_scale=1.0), "text_encoder")
     engaged = under(stock, levers)
     how = memory.STREAM if Decode() in levers else memory.decoder(stock.family)
     weights = sum(stock.weights.values())
     assert close(memory.peaks(engaged)["denoise"], denoise_gib * 2**30)
-    assert close(weights + memory.decode_bytes(engaged, how, 2), decode_gib * 2**30)
+    assert memory.decode_bytes(engaged, how, 2) == pytest.approx(decode_gib * 2**30 - weights, rel=0.05)
 
 
 def test_a_vae_that_is_kept_in_float32_is_counted_so() -> None:

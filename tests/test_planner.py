@@ -771,10 +771,10 @@ def test_an_explicit_rounding_lever_under_exact_is_refused_and_an_exact_one_is_n
 @pytest.mark.parametrize("word", WORDS[1:])
 def test_an_explicit_lever_beyond_the_ceiling_is_honoured_and_lowers_the_promise(order: Order, word: Fidelity) -> None:
     order(Exact, Rounding, Lossy)
-    made = plan(fidelity=word, wishes=(("crush", "on"),))
+    made = plan(fidelity=word, wishes=(("crush", "on"),), rows=(a_row(),))
     found = decision(made, "crush")
     assert (found.status, found.reason, found.requested) == (Status.APPLIED, "asked for", "crush=on")
-    assert made.promise is Promise.LOSSY
+    assert made.promise is Promise.LOSSY and found.evidence == ("row-1",)
 
 
 def test_a_doubt_stops_auto_and_not_an_explicit_wish(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:

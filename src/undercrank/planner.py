@@ -802,8 +802,8 @@ def _lever_that_fits(plan: Plan, dense: Case) -> str:
     for cls in ORDER:
         for wish in cls.grid(dense.num_inference_steps):
             lever = cls.from_wish(dict(wish))
-            others = [e for e in plan.levers if type(e) is not cls and not _clash(lever, [e])]
-            levers = [lever if each is cls else next((e for e in others if type(e) is each), None) for each in ORDER]
+            others = {type(each): each for each in plan.levers} | {cls: lever}
+            levers = [others.get(each) for each in ORDER]
             case = under(dense, [each for each in levers if each is not None])
             if not (unmet_need(cls, dense) or lever.lacks(dense)) and memory.peak(case) <= dense.device.free_bytes:
                 found.append((lever.promises(dense).rank, ", ".join(f"{knob}={word}" for knob, word in wish)))

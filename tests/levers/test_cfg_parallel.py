@@ -13,7 +13,7 @@ from undercrank import families
 from undercrank.levers import cfg_parallel as module
 from undercrank.levers import replica
 from undercrank.levers.cfg_parallel import BATCHED, BY_TEXT, NAMED, CfgParallel
-from undercrank.levers.uploads import Watch
+from undercrank.levers.uploads import Uploads, Watch
 from undercrank.records import (
     BadInput,
     Cancelled,
@@ -145,18 +145,23 @@ def test_between_devices_of_two_kinds_all_that_a_branch_needs_is_sent_and_its_an
 def test_masks_that_a_model_makes_in_its_forward_are_two_sided_in_the_replicas_thread_too() -> None:
     """Else HunyuanVideo-1.5 would read its picture's mask back from the second device, four times a step."""
     rig = rig_of(tiny_pipeline("hunyuanvideo-1.5-480p"))
-    stock, beside, inside = film(rig), [], []
+    stock, beside, inside, after = film(rig), [], [], []
 
     def modes() -> list[bool]:
-        depth = torch._C._len_torch_function_stack()
-        return [torch._C._get_function_stack_at(place).knows_constants for place in range(depth)]
+        return [mode.knows_constants for mode in pushed()]
+
+    def pushed() -> list[Uploads]:
+        return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
 
     with patch.object(Watch, "sends", True), ON.engage(rig), mirrored().engage(rig):
         twin = rig.replicas[0]
         twin.image_embedder.register_forward_hook(lambda *_: beside.append(modes()))
         twin.transformer_blocks[0].register_forward_pre_hook(lambda *_: inside.append(modes()))
+        twin.proj_out.register_forward_hook(lambda *_: after.append((pushed()[0], len(pushed()[0]._constants))))
         for _ in range(2):
             assert torch.equal(film(rig), stock)
+            mode, made = after[-1]
+            assert made and not mode._constants, "what one generation made is not kept for the next"
     assert beside == [[True]] * 6 and inside == [[]] * 6
     assert modes() == []
 
