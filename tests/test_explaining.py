@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import run
 from tests.test_ledger import a_row
-from undercrank.explaining import HEADINGS, as_table, find, in_words, select
+from undercrank.explaining import HEADINGS, as_table, find, in_words, select, what_there_is
 from undercrank.ledger import append
 from undercrank.records import BadInput, Measurement
 
@@ -48,6 +48,13 @@ ROWS = [
 )
 def test_rows_are_narrowed(words: dict[str, str], ids: list[str]) -> None:
     assert [row.id for row in select(ROWS, **words)] == ids
+
+
+def test_where_no_row_fits_it_is_said_by_what_they_can_be_asked_for() -> None:
+    assert what_there_is(ROWS) == (
+        "there are some of the levers none, step_cache and of the models flipbook, wan2.1-14b; "
+    )
+    assert what_there_is([]) == ""
 
 
 def test_a_row_is_found_by_its_id_or_how_it_begins() -> None:
@@ -106,4 +113,4 @@ def test_the_command_lists_shows_and_answers_in_json(monkeypatch: Any, capsys: A
     code, out, err = run(monkeypatch, capsys, "ledger", "show", "nothing-like-it")
     assert code == 2 and out == "" and "no row" in err
     code, out, err = run(monkeypatch, capsys, "ledger", "--family", "nothing")
-    assert code == 0 and out == "" and "no such rows" in err
+    assert code == 0 and out == "" and "no such rows: there are some of the levers compile," in err

@@ -594,16 +594,17 @@ def ledger(
     if context.invoked_subcommand is not None:
         return
     from undercrank import screen
-    from undercrank.explaining import HEADINGS, as_table, select
+    from undercrank.explaining import HEADINGS, as_table, select, what_there_is
     from undercrank.ledger import read_ledger
 
-    rows = select(read_ledger().rows, family=family, lever=lever, machine=machine, source=source)
+    every = read_ledger().rows
+    rows = select(every, family=family, lever=lever, machine=machine, source=source)
     if as_json:
         screen.print_json({"rows": [row.to_dict() for row in rows]})
     elif rows:
         screen.table(HEADINGS, as_table(rows))
     else:
-        screen.say("no such rows: undercrank verify and undercrank bench --keep write some")
+        screen.say(f"no such rows: {what_there_is(every)}undercrank verify and undercrank bench --keep write some")
 
 
 @ledger_app.command("show")

@@ -37,6 +37,15 @@ def select(
     return tuple(row for row in rows if fits(row))
 
 
+def what_there_is(rows: Sequence[Measurement]) -> str:
+    """By what rows can be asked for, in words that go before others; empty where there are none."""
+    if not rows:
+        return ""
+    levers = sorted({row.lever or "none" for row in rows})
+    models = sorted({row.family for row in rows})
+    return f"there are some of the levers {', '.join(levers)} and of the models {', '.join(models)}; "
+
+
 def find(rows: Sequence[Measurement], name: str) -> Measurement:
     """The row of that id, or the only one whose id begins so. Raises BadInput, naming those that are near."""
     exact = [row for row in rows if row.id == name]

@@ -401,8 +401,15 @@ def _explicit(cls: type[Lever], request: Request) -> dict[str, str]:
 
 def _clash(lever: Lever, engaged: Iterable[Lever]) -> str | None:
     """Levers that are on already and do not go together with this one, whichever of the two says so."""
-    names = [each.name for each in engaged if each.name in lever.conflicts or lever.name in each.conflicts]
+    others = [each for each in engaged if each.name in lever.conflicts or lever.name in each.conflicts]
+    names = [_conflicting(each, lever) for each in others]
     return f"does not go together with {', '.join(names)}: turn that off" if names else None
+
+
+def _conflicting(other: Lever, lever: Lever) -> str:
+    """Its name; and its setting, where it is that which conflicts."""
+    always = other.name in lever.needs.conflicts or lever.name in other.needs.conflicts
+    return other.name if always else f"{other.name}={other.setting}"
 
 
 def _decide_one(

@@ -212,9 +212,9 @@ class Rig:
     def _send_home(self) -> None:
         """By the parts and not by the pipeline's list of hooks: a copy of it shares its parts, and has another list."""
         parts = getattr(self.pipe, "components", {}).values()
-        moved = [part for part in parts if type(getattr(part, "_hf_hook", None)).__name__ == "CpuOffload"]
-        for part in moved:
-            part._hf_hook.init_hook(part)
+        moved = [(part, hook) for part in parts for hook in _hooks_of(part) if type(hook).__name__ == "CpuOffload"]
+        for part, hook in moved:
+            hook.init_hook(part)
         if moved:
             from diffusers.utils.torch_utils import empty_device_cache
 
@@ -312,6 +312,12 @@ def steadied(module: Any) -> Iterator[None]:
             registry.register_hook(_Nothing(), OUTERMOST)
             stack.callback(registry.remove_hook, OUTERMOST, recurse=False)
         yield
+
+
+def _hooks_of(part: Any) -> tuple[Any, ...]:
+    """Those of accelerate: one, or several in a row."""
+    hook = getattr(part, "_hf_hook", None)
+    return tuple(getattr(hook, "hooks", (hook,)))
 
 
 def registries(module: Any) -> list[Any]:

@@ -118,7 +118,7 @@ def test_blocks_of_a_denoiser_that_comes_whole_are_compiled() -> None:
     whole, by_blocks = plan(22, model="hunyuanvideo-1.5-720p", num_frames=33), plan(26)
     assert (mode(whole), mode(by_blocks)) == ("model", "group")
     said = [next(each.reason for each in made.decisions if each.lever == "compile") for made in (whole, by_blocks)]
-    assert said[0].startswith("unmeasured on") and said[1].startswith("does not go together with offload")
+    assert said[0].startswith("unmeasured on") and said[1] == "does not go together with offload=group: turn that off"
 
 
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo-1.5-480p"])
