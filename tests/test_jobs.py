@@ -467,6 +467,18 @@ def test_a_load_ends_where_it_is_cancelled_or_gives_way_to_a_newer_one_of_anothe
             store.why_end(again.id, "w1")
 
 
+def test_who_is_first_is_told_and_not_taken(store: Store) -> None:
+    assert store.first_in_line() is None and store.first_command(holds=["wan"]) is None
+    for model, priority in (("wan", 0), ("ltx", 5)):
+        add(store, model=model, priority=priority)
+    store.command("unload", "mochi", owner="ann")
+    store.command("load", "wan", owner="ann")
+    for _ in range(2):
+        assert store.first_in_line() == "ltx"
+        assert store.first_command() == "wan" and store.first_command(holds=["mochi"]) == "mochi"
+    assert take(store).job.model == "ltx" and store.first_in_line() == "wan"
+
+
 def test_a_model_is_loaded_by_command(store: Store) -> None:
     load = store.command("load", "wan", owner="ann")
     unload = store.command("unload", "ltx", owner="ann")

@@ -578,6 +578,34 @@ def test_a_model_that_made_room_for_a_load_that_failed_is_loaded_again_when_ther
     assert len(engine.born) == 1 and engine.alive == []
 
 
+@pytest.mark.parametrize("wanted", ["wan2.1-14b", "flipbook"])
+def test_giving_a_model_back_gives_way_to_a_clip_of_another_model_and_to_none_of_its_own(
+    store: Store, data: Path, engine: type[PretendedEngine], wanted: str
+) -> None:
+    loads: list[tuple[str, int]] = []
+
+    def during(it: PretendedEngine, event: Event, request: Request) -> None:
+        if event.stage != "load":
+            return
+        loads.append((request.model, event.done))
+        if loads == [("wan2.1-1.3b", 0)]:
+            raise NotFound("it is not on this machine")
+        if loads[1:] == [("flipbook", 0)]:  # it is being given back
+            add(store, model=wanted)
+
+    with Worker(store, data, habits=Habits(told_s=0.0), new_engine=engine) as worker:
+        worker.warm_up("flipbook")
+        store.command("load", "wan2.1-1.3b", owner="ann")
+        engine.during = staticmethod(during)
+        worker.run(until_idle=True)
+        assert (worker._models.names, worker._models.owed) == ((wanted,), None)
+    (job,) = store.list(owner="ann").jobs
+    assert job.state is State.COMPLETED
+    given_back = [("flipbook", 0)] if wanted != "flipbook" else [("flipbook", 0), ("flipbook", 100)]
+    then = [(wanted, 0), (wanted, 100)] if wanted != "flipbook" else []
+    assert loads[1:] == [*given_back, *then]
+
+
 def test_clips_and_commands_take_turns(store: Store, data: Path, engine: type[PretendedEngine]) -> None:
     jobs = [add(store) for _ in range(2)]
     commands = [store.command("load", model, owner="ann") for model in ("flipbook", "wan2.1-1.3b", "flipbook")]

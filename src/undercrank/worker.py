@@ -299,15 +299,35 @@ class Worker:
         engine.prepare(Request(model=model, prompt="", device=self._habits.device), listener=listener)
 
     def _restore(self, model: str) -> None:
-        """There is nothing else to do: have the model back that made room for a load that came to nothing."""
+        """There is nothing else to do: have the model back that made room for a load that came to nothing. Whoever then
+        comes and asks for another one is not kept waiting: this one stays owed."""
         with self._heart.at_work(model, None) as work:
+            looked_at = time.monotonic()
+
+            def told(event: Event) -> None:
+                nonlocal looked_at
+                work.hear(event)
+                if time.monotonic() - looked_at >= self._habits.told_s:
+                    looked_at = time.monotonic()
+                    if self._is_wanted_elsewhere(model):
+                        raise Cancelled("another model is asked for")
+
             try:
-                self._models.restore(work)
+                self._models.restore(work, told)
             except Cancelled:
-                pass  # the worker is told to leave
+                pass  # that, or the worker is told to leave
             except Exception as error:
                 _say(f"{model} could not be loaded again: {job_error(error).message}")
                 self._models.recover(error, model)
+
+    def _is_wanted_elsewhere(self, model: str) -> bool:
+        """Does the next clip or command ask for another model?"""
+        try:
+            wanted = self._store.first_in_line(), self._store.first_command(holds=self._models.names)
+        except StoreUnavailable as error:  # costs a look, not the load
+            _say(f"{error}")
+            return False
+        return any(name not in (None, model) for name in wanted)
 
 
 # --------------------------------------------------------------------------- models that take turns
@@ -349,11 +369,11 @@ class Models:
     def _holding(self, model: str | None) -> Any:
         return next((engine for engine in self._engines if engine.model == model), None)
 
-    def restore(self, work: Work) -> None:
+    def restore(self, work: Work, listener: Listener) -> None:
         for engine in self._engines:
             if engine.owes is not None:
                 work.stops(engine.cancel)
-                engine.restore(listener=work.hear)
+                engine.restore(listener=listener)
 
     def drop(self, model: str) -> None:
         engine = self._holding(model)

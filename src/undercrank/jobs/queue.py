@@ -222,13 +222,18 @@ class Queue(Database):
 
     # ----------------------------------------------------------------------- what a worker does
 
+    def first_in_line(self) -> str | None:
+        """The model of the job that `claim` would take; None: nobody waits."""
+        with self._reading() as connection:
+            row = connection.execute(_in_line(JOBS.c.model)).one_or_none()
+        return row.model if row else None
+
     def claim(self, worker: str) -> Claim | None:
         """Take the first job in line; None if there is none. No two workers get the same one."""
-        if not self._anybody_in_line():  # a look costs no lock: an idle worker may ask often
+        if self.first_in_line() is None:  # a look costs no lock: an idle worker may ask often
             return None
         token = secrets.token_hex(16)
-        first = sa.select(JOBS.c.seq).where(JOBS.c.state == State.QUEUED)
-        first = first.order_by(JOBS.c.priority.desc(), JOBS.c.seq).limit(1).with_for_update(skip_locked=True)
+        first = _in_line(JOBS.c.seq).with_for_update(skip_locked=True)
         with self._writing() as connection:
             row = connection.execute(
                 sa.update(JOBS)
@@ -338,11 +343,6 @@ class Queue(Database):
 
     # ----------------------------------------------------------------------- how
 
-    def _anybody_in_line(self) -> bool:
-        with self._reading() as connection:
-            query = sa.select(JOBS.c.seq).where(JOBS.c.state == State.QUEUED).limit(1)
-            return connection.execute(query).one_or_none() is not None
-
     def _of_key(self, connection: sa.Connection, owner: str, key: str) -> Any:
         query = sa.select(*_JOB_COLUMNS, JOBS.c.fingerprint)
         return connection.execute(query.where(JOBS.c.owner == owner, JOBS.c.idempotency_key == key)).one_or_none()
@@ -423,6 +423,12 @@ class Queue(Database):
 
 def _job(row: Any) -> Job:
     return Job.from_dict({name: row._mapping[name] for name in Job.__dataclass_fields__})
+
+
+def _in_line(column: Any) -> sa.Select[Any]:
+    """That of the first job that waits."""
+    waiting = sa.select(column).where(JOBS.c.state == State.QUEUED)
+    return waiting.order_by(JOBS.c.priority.desc(), JOBS.c.seq).limit(1)
 
 
 def _load(connection: sa.Connection, owner: str) -> Load:

@@ -86,15 +86,18 @@ class Registry(Database):
             connection.execute(sa.update(COMMANDS).where(this, running).values(cancel_requested=True))
         return self.get_command(command_id)
 
+    def first_command(self, *, holds: Collection[str] = ()) -> str | None:
+        """The model of the command that `claim_command` would take; None: there is none."""
+        with self._reading() as connection:
+            row = connection.execute(_first(COMMANDS.c.model, holds)).one_or_none()
+        return row.model if row else None
+
     def claim_command(self, worker: str, *, holds: Collection[str] = ()) -> Command | None:
         """Take the oldest command that this worker can do: a load, or an unload of a model that it holds."""
-        mine = (COMMANDS.c.action == "load") | COMMANDS.c.model.in_(list(holds))
-        query = sa.select(COMMANDS.c.id).where(COMMANDS.c.state == State.QUEUED, mine).order_by(COMMANDS.c.id).limit(1)
-        with self._reading() as connection:
-            if connection.execute(query).one_or_none() is None:
-                return None
+        if self.first_command(holds=holds) is None:
+            return None
         with self._writing() as connection:
-            first = query.with_for_update(skip_locked=True).scalar_subquery()
+            first = _first(COMMANDS.c.id, holds).with_for_update(skip_locked=True).scalar_subquery()
             row = connection.execute(
                 sa.update(COMMANDS)
                 .where(COMMANDS.c.id == first, COMMANDS.c.state == State.QUEUED)
@@ -139,6 +142,12 @@ class Registry(Database):
         if row is None:
             raise LeaseLost(f"command {command_id} is no longer ours")
         return _command(row)
+
+
+def _first(column: Any, holds: Collection[str]) -> sa.Select[Any]:
+    """That of the oldest command for a worker that holds these models."""
+    mine = (COMMANDS.c.action == "load") | COMMANDS.c.model.in_(list(holds))
+    return sa.select(column).where(COMMANDS.c.state == State.QUEUED, mine).order_by(COMMANDS.c.id).limit(1)
 
 
 def _command(row: Any) -> Command:
