@@ -725,6 +725,22 @@ def test_a_picture_is_animated_upright_and_cropped(engine, tmp_path):
     assert engine.generate(asked).frames_FHWC.shape == (5, 32, 32, 3)
 
 
+def test_a_model_that_animates_a_picture_is_made_ready_without_one(engine, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (32, 32), (200, 30, 30)).save(tmp_path / "p.png")
+    model = tiny_folder("wan2.1-14b-480p-i2v", tmp_path / "i2v")
+    asked = Request(prompt="", model=str(model), seed=1, **ASKED)
+    steps = []
+    engine.prepare(asked, listener=lambda event: steps.append(event.loading and event.loading.state))
+    assert steps[-2:] == ["warming", "ready"]
+    loaded = engine.rig.pipe
+    with pytest.raises(BadInput, match="give one with --image"):
+        engine.generate(asked)
+    film = engine.generate(dataclasses.replace(asked, image=str(tmp_path / "p.png"))).frames_FHWC
+    assert film.shape == (5, 32, 32, 3) and engine.rig.pipe is loaded
+
+
 def test_an_unreadable_picture_is_refused_before_loading(engine, tmp_path, monkeypatch):
     (tmp_path / "p.png").write_bytes(b"not a picture")
     monkeypatch.setattr(engine_module, "load", lambda *a, **k: pytest.fail("loaded"))

@@ -168,13 +168,13 @@ class Engine:
 
     # ----------------------------------------------------------------------- plan, move, generate
 
-    def plan(self, request: Request, *, listener: Listener = ignore) -> Plan:
+    def plan(self, request: Request, *, listener: Listener = ignore, needs_picture: bool = True) -> Plan:
         """Decide everything, read nothing but the model's index. Raises as `make_plan`.
 
         A model that is named by its repository is downloaded for that, unless it is here: `listener` hears of it.
         """
         if self.live is not None:
-            return self.plan_live(request)
+            return self.plan_live(request, needs_picture=needs_picture)
         with _telling(listener) as told:
             family, load = which_model(
                 request,
@@ -182,9 +182,16 @@ class Engine:
                 local_files_only=self.local_files_only,
                 progress=Watch(told, self.check_cancelled).downloaded,
             )
-        return make_plan(request, family=family, machine=self.machine, ledger=self.ledger, load=load)
+        return make_plan(
+            request,
+            family=family,
+            machine=self.machine,
+            ledger=self.ledger,
+            load=load,
+            needs_picture=needs_picture,
+        )
 
-    def plan_live(self, request: Request, *, strict: bool = True) -> Plan:
+    def plan_live(self, request: Request, *, strict: bool = True, needs_picture: bool = True) -> Plan:
         """Plan around the pipeline at hand. strict: check the request; else the pipeline's own checks hold."""
         assert self.rig is not None and self.live is not None
         family, live = self.rig.family, self.live
@@ -200,6 +207,7 @@ class Engine:
             load=load,
             live=live,
             strict=strict,
+            needs_picture=needs_picture,
         )
         note = f"already on this pipeline, and kept: {', '.join(self._found_on)}"
         return replace(plan, notes=(*plan.notes, note)) if self._found_on else plan
@@ -228,11 +236,13 @@ class Engine:
     def prepare(self, request: Request, *, listener: Listener = ignore, warm: bool = True) -> Plan:
         """Load the request's model and turn its levers on, so that `generate` begins at once. Raises as `generate`.
 
-        warm: also make the first step or two of its film, in which levers compile and record what they need.
+        warm: also make the first step or two of its film, in which levers compile and record what they need. A model
+        that animates a picture is given a grey one where the request has none.
         A newer `prepare` or `generate` overtakes this one, which then raises Cancelled.
         """
         with self._turn(gives_way=True):
-            with self._in_memory(self.plan(request, listener=listener), listener, warm=warm) as plan:
+            plan = self.plan(request, listener=listener, needs_picture=False)
+            with self._in_memory(plan, listener, warm=warm) as plan:
                 return plan
 
     def restore(self, *, listener: Listener = ignore) -> bool:
@@ -608,7 +618,10 @@ def _warm_up(rig: Rig, plan: Plan, check_cancelled: Callable[[], None]) -> None:
     A cancel is heard between two torch functions; where forwards are compiled or recorded, which nothing may look into
     meanwhile, at the next half step.
     """
-    inputs = call_inputs(rig, plan.request, _picture(plan.request))
+    picture = _picture(plan.request)
+    if picture is None and "image_input" in rig.family.traits:
+        picture = images.plain(plan.request.width or rig.family.width, plan.request.height or rig.family.height)
+    inputs = call_inputs(rig, plan.request, picture)
     seals = any(lever.seals for lever in plan.levers)
     rig.engaged = tuple((lever.name, lever.to_json()) for lever in plan.levers)
 

@@ -54,6 +54,11 @@ def open_image(source: Any) -> Image.Image:
     return image
 
 
+def plain(width: int, height: int) -> Image.Image:
+    """One grey all over."""
+    return Image.new("RGB", (width, height), (128, 128, 128))
+
+
 def notes(image: Image.Image) -> tuple[str, ...]:
     """What `open_image` and `fit` did to this picture, in words; empty when nothing."""
     said = image.info.get(_NOTES)

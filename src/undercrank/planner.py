@@ -73,16 +73,18 @@ def make_plan(
     load: LoadSpec | None = None,
     live: Live | None = None,
     strict: bool = True,
+    needs_picture: bool = True,
 ) -> Plan:
     """Decide everything before the first weight is read. Raises BadInput and LeverRefused.
 
     load: where the weights come from, if not from the family's repository. live: a pipeline at hand. strict:
-    False leaves the request's numbers to the pipeline's own checks (a call inside `accelerate`).
+    False leaves the request's numbers to the pipeline's own checks (a call inside `accelerate`). needs_picture: False
+    for a load alone, which needs none of a model that animates one.
     """
     device = live.device if live else machine.device(request.device)
     if live is not None:
         request = replace(request, dtype=live.dtype)
-    resolved, notes = resolve(request, family, device) if strict else adopt(request, family)
+    resolved, notes = resolve(request, family, device, needs_picture) if strict else adopt(request, family)
     load = replace(load or load_spec(family), dtype=str(resolved.dtype), device=device.torch_name)
     case = case_of(resolved, family, machine, device, load, live)
     case = replace(
@@ -155,14 +157,16 @@ def under(case: Case, levers: Iterable[Lever]) -> Case:
 # --------------------------------------------------------------------------- the request
 
 
-def resolve(request: Request, family: Family, device: Device) -> tuple[Request, tuple[str, ...]]:
+def resolve(
+    request: Request, family: Family, device: Device, needs_picture: bool = True
+) -> tuple[Request, tuple[str, ...]]:
     """Check every field and fill the gaps from the family's row. Raises BadInput naming the field."""
     width = family.width if request.width is None else request.width
     height = family.height if request.height is None else request.height
     num_frames = family.num_frames if request.num_frames is None else request.num_frames
     families.check_size(family, width, height)
     families.check_frames(family, num_frames)
-    _check_task(request, family)
+    _check_task(request, family, needs_picture)
     check_wishes(request.wishes)
     resolved = replace(
         request,
@@ -192,9 +196,9 @@ def _negative(request: Request, family: Family) -> str:
     return request.negative_prompt if request.negative_prompt is not None else family.negative_prompt or ""
 
 
-def _check_task(request: Request, family: Family) -> None:
+def _check_task(request: Request, family: Family, needs_picture: bool) -> None:
     takes_image = "image_input" in family.traits
-    if takes_image and not request.image:
+    if takes_image and needs_picture and not request.image:
         raise BadInput(f"{family.id} animates a picture: give one with --image FILE", field="image")
     if request.image and not takes_image:
         raise BadInput(f"{family.id} takes no picture; leave --image out, or choose an -i2v model", field="image")
