@@ -105,6 +105,19 @@ def test_a_cpu_has_nowhere_to_send_a_model_from() -> None:
         plan(device=cpu, wishes={"offload": "model"})
 
 
+def test_on_a_cpu_which_is_the_host_nothing_is_gained_by_waiting_there() -> None:
+    cpu = Device(kind="cpu", name="Processor")
+    peaks = {
+        plan(20, device=cpu, wishes=wish).expected.peak_bytes
+        for wish in ({}, {"offload": "group"}, {"prompt_cache": "host"})
+    }
+    assert len(peaks) == 1
+    machine = Machine(name="m", devices=(replace(cpu, free_bytes=20 * GIB),), cpu_count=1)
+    with pytest.raises(OutOfMemory) as refusal:
+        refuse_if_too_big(plan(20, device=cpu), families.family(WAN), machine, machine.devices[0])
+    assert "offload" not in str(refusal.value) and "prompt_cache" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(("mode", "other"), [("group", "compile"), ("group", "cuda_graph"), ("model", "cuda_graph")])
 def test_what_holds_on_to_addresses_of_weights_or_passes_no_hook_does_not_go_together_with_it(
     mode: str, other: str

@@ -91,7 +91,9 @@ class Offload(Lever):
         return None
 
     def holds(self, case: Case) -> Mapping[str, int]:
-        """In a stage: of what computes in it. A VAE is small, and comes whole."""
+        """In a stage: of what computes in it. A VAE is small, and comes whole. A CPU is the host: nothing is gained."""
+        if case.device.kind == "cpu":
+            return case.weights
         if self.mode == "group":
             whole = {"vae"} if case.stage == "decode" else set()
             return {name: count if name in whole else count // GROUP_SHARE for name, count in case.weights.items()}

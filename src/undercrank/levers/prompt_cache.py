@@ -90,7 +90,7 @@ class PromptCache(Lever):
         return None
 
     def holds(self, case: Case) -> Mapping[str, int]:
-        if self.mode != "host" or case.stage in ("", "text"):
+        if self.mode != "host" or case.stage in ("", "text") or case.device.kind == "cpu":
             return case.weights
         return {**case.weights, "text_encoder": 0} if "text_encoder" in case.weights else case.weights
 
