@@ -453,7 +453,11 @@ def test_a_lever_that_auto_chose_gives_way_to_what_the_user_put_on_blocks(monkey
     with undercrank.accelerate(pipe) as run:
         for _ in range(2):
             assert torch.equal(film(pipe), stock)
-    (found,) = [decision for decision in run.plan.decisions if decision.lever == "compile"]
-    assert found.chosen == "off" and "runs under a hook" in found.reason
+            (found,) = [decision for decision in run.plan.decisions if decision.lever == "compile"]
+            assert found.chosen == "off" and "runs under a hook" in found.reason
+        pipe.transformer = tiny_pipeline("wan2.1-1.3b").transformer
+        film(pipe)
+        assert "compile" in {lever.name for lever in run.plan.levers}, "another denoiser is asked anew"
+        pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
     with undercrank.accelerate(pipe, compile="on"), pytest.raises(LeverRefused, match="runs under a hook"):
         film(pipe)

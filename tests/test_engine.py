@@ -17,7 +17,7 @@ import torch
 
 import undercrank
 from undercrank import engine as engine_module
-from undercrank import families
+from undercrank import families, planner
 from undercrank.engine import Engine
 from undercrank.levers import ORDER
 from undercrank.records import (
@@ -25,6 +25,7 @@ from undercrank.records import (
     Cancelled,
     Lever,
     LeverRefused,
+    Needs,
     NotFound,
     OutOfMemory,
     Promise,
@@ -241,11 +242,29 @@ def test_a_lever_that_was_not_asked_for_and_refuses_is_left_out_with_its_reason(
         )
         (found,) = [decision for decision in report.plan.decisions if decision.lever == "b"]
         assert (found.status, found.chosen, found.reason) == (Status.UNSUPPORTED, "off", "not on this model")
-        assert "b could not be turned on; time and memory were expected with it" in report.notes
     with pytest.raises(LeverRefused, match="b: not on this model"):
         engine.generate(wishing(request_, b="on"))
     failing.clear()
     assert len(engine.generate(wishing(request_, b="on")).report.receipts) == 3
+
+
+def test_what_a_lever_that_refuses_had_kept_off_is_on_and_the_promise_is_of_those_that_are_on(
+    engine, request_, spies, monkeypatch
+):
+    log, failing = spies
+    a, b, c = sorted(planner.ORDER, key=lambda cls: cls.name)
+    monkeypatch.setattr(b, "needs", Needs(conflicts=frozenset({"a"})))
+    monkeypatch.setattr(c, "promises", lambda self, case: Promise.ROUNDING if "b" in case.engaged else Promise.EXACT)
+    assert [lever.name for lever in engine.generate(request_).report.plan.levers] == ["a", "c"]
+    engine.close()
+    failing.add("A")
+    with Engine() as other:
+        for _ in range(2):
+            plan = other.generate(request_).report.plan
+            assert [lever.name for lever in plan.levers] == ["b", "c"] and plan.promise is Promise.ROUNDING
+            reasons = {decision.lever: decision.reason for decision in plan.decisions}
+            assert reasons["a"] == "not on this model" and "turn that off" not in reasons["b"]
+    assert log[-2:] == ["-c", "-b"] and log.count("A") == 1
 
 
 def test_what_refused_on_one_model_is_tried_on_the_next(engine, request_, spies, folder, tmp_path):

@@ -18,7 +18,7 @@ from undercrank.levers import ORDER, lever_of_knob
 from undercrank.metrics import METRICS
 from undercrank.prompts import FILMED, SET_UP, TOY, prompts_for
 from undercrank.quality import distance_of
-from undercrank.records import BadInput, FidelityReport, Lever, Measurement, Promise, Request, RunFailed
+from undercrank.records import BadInput, FidelityReport, Lever, LeverRefused, Measurement, Promise, Request, RunFailed
 from undercrank.rounding import Floor, attention_by, beside, furthest, measure_floors, medians, stock
 from undercrank.takes import compare_takes, spread, take, together
 from undercrank.testing import tiny_folder
@@ -259,6 +259,19 @@ def test_a_lever_that_says_it_did_nothing_is_believed(engine: Engine, request_: 
     monkeypatch.setattr(HostSync, "verify", lambda self, rig, trace: ["nothing happened"])
     (verdict,) = verified(engine, request_).broken
     assert "nothing happened" in verdict.words
+
+
+def test_a_lever_that_refuses_on_the_pipeline_is_not_judged_by_films_without_it(
+    engine: Engine, request_: Request, shift: Any, monkeypatch: Any
+) -> None:
+    def refuses(self: Lever, rig: Any) -> Any:
+        raise LeverRefused("shift: not on this model")
+
+    monkeypatch.setattr(Shift, "engage", refuses)
+    found = verified(engine, request_)
+    (verdict,) = [each for study in found.studies for each in study.verdicts if each.lever == "shift"]
+    assert verdict.kept is None and verdict.words == "off when it is the only one: not on this model"
+    assert {row.lever for study in found.studies for row in study.rows} == {"host_sync"}
 
 
 def test_nothing_on_is_nothing_to_verify(engine: Engine, request_: Request) -> None:

@@ -475,7 +475,8 @@ def test_who_is_first_is_told_and_not_taken(store: Store) -> None:
     store.command("load", "wan", owner="ann")
     for _ in range(2):
         assert store.first_in_line() == "ltx"
-        assert store.first_command() == "wan" and store.first_command(holds=["mochi"]) == "mochi"
+        assert store.first_command() == ("load", "wan")
+        assert store.first_command(holds=["mochi"]) == ("unload", "mochi")
     assert take(store).job.model == "ltx" and store.first_in_line() == "wan"
 
 

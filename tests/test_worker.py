@@ -578,32 +578,85 @@ def test_a_model_that_made_room_for_a_load_that_failed_is_loaded_again_when_ther
     assert len(engine.born) == 1 and engine.alive == []
 
 
-@pytest.mark.parametrize("wanted", ["wan2.1-14b", "flipbook"])
-def test_giving_a_model_back_gives_way_to_a_clip_of_another_model_and_to_none_of_its_own(
-    store: Store, data: Path, engine: type[PretendedEngine], wanted: str
-) -> None:
+def give_back(store: Store, data: Path, engine: type[PretendedEngine], ask: Callable[[Worker], Any]) -> Any:
+    """flipbook made room for a load that failed. In the middle of its coming back somebody asks for something. What was
+    loaded from then on, as (model, percent), what is in memory at the end, and what is owed."""
     loads: list[tuple[str, int]] = []
-
-    def during(it: PretendedEngine, event: Event, request: Request) -> None:
-        if event.stage != "load":
-            return
-        loads.append((request.model, event.done))
-        if loads == [("wan2.1-1.3b", 0)]:
-            raise NotFound("it is not on this machine")
-        if loads[1:] == [("flipbook", 0)]:  # it is being given back
-            add(store, model=wanted)
-
     with Worker(store, data, habits=Habits(told_s=0.0), new_engine=engine) as worker:
+
+        def during(it: PretendedEngine, event: Event, request: Request) -> None:
+            if event.stage != "load":
+                return
+            loads.append((request.model, event.done))
+            if loads == [("wan2.1-1.3b", 0)]:
+                raise NotFound("it is not on this machine")
+            if loads[1:] == [("flipbook", 0)]:
+                ask(worker)
+
         worker.warm_up("flipbook")
         store.command("load", "wan2.1-1.3b", owner="ann")
         engine.during = staticmethod(during)
         worker.run(until_idle=True)
-        assert (worker._models.names, worker._models.owed) == ((wanted,), None)
-    (job,) = store.list(owner="ann").jobs
-    assert job.state is State.COMPLETED
-    given_back = [("flipbook", 0)] if wanted != "flipbook" else [("flipbook", 0), ("flipbook", 100)]
-    then = [(wanted, 0), (wanted, 100)] if wanted != "flipbook" else []
-    assert loads[1:] == [*given_back, *then]
+        return loads[2:], worker._models.names, worker._models.owed
+
+
+def whole(model: str) -> list[tuple[str, int]]:
+    return [(model, 0), (model, 100)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "then", "held"),
+    [
+        (["clip of wan2.1-14b"], whole("wan2.1-14b"), ("wan2.1-14b",)),
+        (["clip of flipbook"], [("flipbook", 100)], ("flipbook",)),
+        (["load of wan2.1-14b"], whole("wan2.1-14b"), ("wan2.1-14b",)),
+        (["load of flipbook"], [("flipbook", 100)], ("flipbook",)),
+        (["unload of flipbook"], [], ()),
+        # After a command a clip comes first, so that its model is what decides.
+        (["load of wan2.1-14b", "clip of flipbook"], [("flipbook", 100), *whole("wan2.1-14b")], ("wan2.1-14b",)),
+    ],
+)
+def test_giving_a_model_back_gives_way_to_whoever_comes_next_and_wants_another(
+    store: Store, data: Path, engine: type[PretendedEngine], asked: list[str], then: Any, held: tuple[str, ...]
+) -> None:
+    def ask(worker: Worker) -> None:
+        for what, _, model in (each.partition(" of ") for each in asked):
+            add(store, model=model) if what == "clip" else store.command(what, model, owner="ann")
+
+    assert give_back(store, data, engine, ask) == (then, held, None)
+    assert all(job.state is State.COMPLETED for job in store.list(owner="ann").jobs)
+
+
+def test_a_model_is_given_back_while_the_store_is_away(
+    store: Store, data: Path, engine: type[PretendedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = store.first_in_line
+    away = [True]
+
+    def look() -> str | None:
+        if away:
+            raise StoreUnavailable("it is away")
+        return looks()
+
+    def ask(worker: Worker) -> None:
+        monkeypatch.setattr(worker._store, "first_in_line", look)
+        threading.Timer(0.2, away.clear).start()
+
+    assert give_back(store, data, engine, ask) == ([("flipbook", 100)], ("flipbook",), None)
+
+
+def test_a_worker_that_is_told_to_leave_stops_giving_a_model_back(
+    store: Store, data: Path, engine: type[PretendedEngine]
+) -> None:
+    assert give_back(store, data, engine, lambda worker: worker.leave()) == ([], (), "flipbook")
+
+
+def test_a_model_is_held_ahead_by_the_name_that_jobs_give_it(
+    store: Store, data: Path, engine: type[PretendedEngine]
+) -> None:
+    with Worker(store, data, new_engine=engine) as worker:
+        worker.warm_up("Wan-AI/Wan2.1-T2V-14B-Diffusers")
+        assert worker._models.names == ("wan2.1-14b",)
 
 
 def test_clips_and_commands_take_turns(store: Store, data: Path, engine: type[PretendedEngine]) -> None:

@@ -41,7 +41,6 @@ from undercrank.planner import (
     is_asked_for,
     make_plan,
     refuse_if_too_big,
-    without,
 )
 from undercrank.quality import as_FCHW, faults
 from undercrank.records import (
@@ -376,25 +375,47 @@ class Engine:
         refused: dict[Lever, str],
         tell: Callable[[str], None] = lambda name: None,
     ) -> Plan:
-        """Leave what the plan has not, enter what it has; what refuses joins `refused`. Raises LeverRefused of what was
-        asked for by name."""
-        for lever in plan.levers:
-            if is_asked_for(lever, plan.request):  # tried again, to be honoured or refused
+        """Leave what the plan has not, enter what it has. What refuses joins `refused`, and the rest is planned anew.
+        Raises LeverRefused of what was asked for by name."""
+        if any(lever in refused and not is_asked_for(lever, plan.request) for lever in plan.levers):
+            plan = self._planned_again(plan, rig, refused)
+        while [lever for lever, _, _ in held] != list(plan.levers):
+            while [lever for lever, _, _ in held] != list(plan.levers[: len(held)]):
+                _, stack, _ = held.pop()
+                stack.close()
+            for lever in plan.levers[len(held) :]:
+                self.check_cancelled()
+                tell(lever.name)
+                try:
+                    held.append(_entered(lever, rig))
+                except LeverRefused as refusal:
+                    if is_asked_for(lever, plan.request) or lever in refused:
+                        raise
+                    refused[lever] = str(refusal).removeprefix(f"{lever.name}: ")
+                    break
                 refused.pop(lever, None)
-        plan = without(plan, refused)
-        while [lever for lever, _, _ in held] != list(plan.levers[: len(held)]):
-            _, stack, _ = held.pop()
-            stack.close()
-        for lever in plan.levers[len(held) :]:
-            self.check_cancelled()
-            tell(lever.name)
-            try:
-                held.append(_entered(lever, rig))
-            except LeverRefused as refusal:
-                if is_asked_for(lever, plan.request):
-                    raise
-                refused[lever] = str(refusal)
-        return without(plan, refused)
+            else:
+                continue
+            plan = self._planned_again(plan, rig, refused)
+        return plan
+
+    def _planned_again(self, plan: Plan, rig: Rig, refused: Mapping[Lever, str]) -> Plan:
+        """The same request without what refused: others may be on that it kept off, and the record gives true reasons.
+
+        Raises LeverRefused where that would ask for other weights than those that were read."""
+        again = make_plan(
+            plan.request,  # resolved already
+            family=rig.family,
+            machine=self.machine,
+            ledger=self.ledger,
+            load=replace(plan.load, formats=(), resident=True),
+            live=self.live,
+            strict=False,
+            refused=refused,
+        )
+        if again.load != plan.load:
+            raise LeverRefused("; ".join(f"{lever.name}: {why}" for lever, why in refused.items()))
+        return replace(again, request=plan.request, notes=plan.notes)
 
     def run(
         self, plan: Plan, call: Callable[[], T], listener: Listener = ignore

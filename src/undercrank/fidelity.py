@@ -168,11 +168,10 @@ class _Session:
         """The films with this lever and no other; or why it is off when it is alone."""
         wishes = only(lever.name, self.request).wishes
         warm_up = replace(self.set_up, wishes=wishes, num_inference_steps=steps)
-        plan = self.engine.plan(warm_up)
-        if lever.name not in [each.name for each in plan.levers]:
-            reason = next(decision.reason for decision in plan.decisions if decision.lever == lever.name)
-            return [], f"off when it is the only one: {reason}"
-        self.engine.generate(warm_up)
+        if why := _why_off(lever, self.engine.plan(warm_up)):
+            return [], why
+        if why := _why_off(lever, self.engine.generate(warm_up).report.plan):  # it refused on the pipeline itself
+            return [], why
         return self._takes(lever.name, wishes, steps), ""
 
     def _takes(self, name: str, wishes: tuple[tuple[str, str], ...], steps: int) -> list[Take]:
@@ -181,6 +180,13 @@ class _Session:
             self.tell(f"{name}: film {number} of {len(self.films)}, {steps} steps")
             takes.append(take(self.engine, replace(film, wishes=wishes, num_inference_steps=steps)))
         return takes
+
+
+def _why_off(lever: Lever, plan: Plan) -> str | None:
+    if any(each.name == lever.name for each in plan.levers):
+        return None
+    reason = next(decision.reason for decision in plan.decisions if decision.lever == lever.name)
+    return f"off when it is the only one: {reason}"
 
 
 def films_of(request: Request, prompts: Sequence[str], seeds: Sequence[int]) -> list[Request]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
+from types import MappingProxyType
 
 from undercrank import families, memory
 from undercrank.ledger import HERE, Ledger
@@ -55,6 +56,9 @@ NOISE = 0.02
 "A lever that loses more than this where it was measured is left off, whatever it promises."
 
 
+NOTHING: Mapping[Lever, str] = MappingProxyType({})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Live:
     """What is already decided when a pipeline comes loaded: `accelerate` plans around it."""
@@ -74,12 +78,14 @@ def make_plan(
     live: Live | None = None,
     strict: bool = True,
     needs_picture: bool = True,
+    refused: Mapping[Lever, str] = NOTHING,
 ) -> Plan:
     """Decide everything before the first weight is read. Raises BadInput and LeverRefused.
 
     load: where the weights come from, if not from the family's repository. live: a pipeline at hand. strict:
     False leaves the request's numbers to the pipeline's own checks (a call inside `accelerate`). needs_picture: False
-    for a load alone, which needs none of a model that animates one.
+    for a load alone, which needs none of a model that animates one. refused: settings that `auto` may not take, since
+    they refused on this very pipeline, and why.
     """
     device = live.device if live else machine.device(request.device)
     if live is not None:
@@ -92,7 +98,7 @@ def make_plan(
         is_calibrated=ledger.is_calibrated(family.id, case.dtype),
         searched_budgets=ledger.searched_budgets(family.id, case.dtype, case.num_inference_steps),
     )
-    levers, decisions = decide(resolved, case, ledger, load)
+    levers, decisions = decide(resolved, case, ledger, load, refused)
     for lever in levers:
         if strict:
             lever.check(case)
@@ -331,7 +337,7 @@ def _notes(asked: Request, resolved: Request, family: Family) -> list[str]:
 
 
 def decide(
-    request: Request, case: Case, ledger: Ledger, load: LoadSpec
+    request: Request, case: Case, ledger: Ledger, load: LoadSpec, refused: Mapping[Lever, str] = NOTHING
 ) -> tuple[tuple[Lever, ...], tuple[Decision, ...]]:
     """One decision for every lever in ORDER. Raises LeverRefused for an explicit wish that cannot be honoured.
 
@@ -346,7 +352,7 @@ def decide(
 
     for cls in sorted(ORDER, key=turn):
         on = [engaged[cls] for cls in ORDER if cls in engaged]
-        lever, decided[cls] = _decide_one(cls, request, under(case, on), ledger, load, on)
+        lever, decided[cls] = _decide_one(cls, request, under(case, on), ledger, load, on, refused)
         if lever is not None:
             engaged[cls] = lever
     return tuple(engaged[cls] for cls in ORDER if cls in engaged), tuple(decided[cls] for cls in ORDER)
@@ -365,32 +371,6 @@ def _gains_less(cls: type[Lever], case: Case, ledger: Ledger) -> bool:
 def is_asked_for(lever: Lever, request: Request) -> bool:
     """By name, so that it is honoured or the request refused."""
     return bool(_explicit(type(lever), request))
-
-
-def without(plan: Plan, refused: Mapping[Lever, str]) -> Plan:
-    """The plan without levers that refused to be entered, each with its reason. What it expects stays, with a note."""
-    left_out = {lever.name: refused[lever] for lever in plan.levers if lever in refused}
-    if not left_out:
-        return plan
-    decisions = tuple(
-        replace(
-            decision,
-            status=Status.UNSUPPORTED,
-            chosen="off",
-            reason=left_out[decision.lever].removeprefix(f"{decision.lever}: "),
-        )
-        if decision.lever in left_out
-        else decision
-        for decision in plan.decisions
-    )
-    note = f"{', '.join(left_out)} could not be turned on; time and memory were expected with it"
-    return replace(
-        plan,
-        levers=tuple(lever for lever in plan.levers if lever not in refused),
-        decisions=decisions,
-        promise=Promise.weakest(each.promise for each in decisions if each.status is Status.APPLIED),
-        notes=(*plan.notes, note),
-    )
 
 
 def _wishes_of(cls: type[Lever], request: Request) -> dict[str, str]:
@@ -423,6 +403,7 @@ def _decide_one(
     ledger: Ledger,
     load: LoadSpec,
     on: Sequence[Lever],
+    refused: Mapping[Lever, str],
 ) -> tuple[Lever | None, Decision]:
     """Of the lever's choices that may engage one with which all fits, where there is one; of those the one that was
     measured to gain most, of equal ones the first. Where none may, what is said of the last one that has rows."""
@@ -433,7 +414,8 @@ def _decide_one(
         choices = (*choices, *_measured_choices(cls, case, ledger, besides=choices))
     answers = []
     for choice in choices:
-        hindrance = _clash(choice, on) or _comes_too_late(choice, load)
+        refusal = None if explicit else refused.get(choice)  # what is asked for by name is tried again
+        hindrance = _clash(choice, on) or _comes_too_late(choice, load) or refusal
         answers.append(_decide_choice(choice, wishes, explicit, request, case, ledger, hindrance, on))
     able = [answer for answer in answers if answer[0] is not None]
     told = next((answer for answer in reversed(answers) if answer[1].evidence), answers[-1])

@@ -126,6 +126,7 @@ class Worker:
 
     def warm_up(self, model: str) -> None:
         """Hold this model before anybody asks for it. A model that cannot be loaded is said and left."""
+        model = known.id if (known := families.find(model)) else model  # as jobs and commands name it
         with self._heart.at_work(model, None) as work:
             try:
                 self._prepare(model, work, work.hear)
@@ -144,7 +145,7 @@ class Worker:
         return False
 
     def _obey_next(self) -> bool:
-        command = self._store.claim_command(self.id, holds=self._models.names)
+        command = self._store.claim_command(self.id, holds=self._models.spoken_for)
         if command:
             self._obeyed = True
             self._obey(command)
@@ -321,13 +322,15 @@ class Worker:
                 self._models.recover(error, model)
 
     def _is_wanted_elsewhere(self, model: str) -> bool:
-        """Does the next clip or command ask for another model?"""
+        """Is what this worker would do next for another model, or to be rid of this one?"""
         try:
-            wanted = self._store.first_in_line(), self._store.first_command(holds=self._models.names)
+            clip, command = self._store.first_in_line(), self._store.first_command(holds=self._models.spoken_for)
         except StoreUnavailable as error:  # costs a look, not the load
             _say(f"{error}")
             return False
-        return any(name not in (None, model) for name in wanted)
+        if clip is not None and (self._obeyed or command is None):
+            return clip != model
+        return command is not None and command != ("load", model)
 
 
 # --------------------------------------------------------------------------- models that take turns
@@ -343,6 +346,11 @@ class Models:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(model for engine in list(self._engines) if (model := engine.model) is not None)
+
+    @property
+    def spoken_for(self) -> tuple[str, ...]:
+        """Those in memory, and the one that is owed: it can be unloaded too, before it is back."""
+        return (*self.names, *([self.owed] if self.owed else []))
 
     @property
     def owed(self) -> str | None:
@@ -376,7 +384,8 @@ class Models:
                 engine.restore(listener=listener)
 
     def drop(self, model: str) -> None:
-        engine = self._holding(model)
+        owing = next((engine for engine in self._engines if engine.owes == model), None)
+        engine = self._holding(model) or owing
         if engine is not None:
             self._engines.remove(engine)
             engine.close()

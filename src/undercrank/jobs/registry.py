@@ -86,18 +86,18 @@ class Registry(Database):
             connection.execute(sa.update(COMMANDS).where(this, running).values(cancel_requested=True))
         return self.get_command(command_id)
 
-    def first_command(self, *, holds: Collection[str] = ()) -> str | None:
-        """The model of the command that `claim_command` would take; None: there is none."""
+    def first_command(self, *, holds: Collection[str] = ()) -> tuple[str, str] | None:
+        """Action and model of the command that `claim_command` would take; None: there is none."""
         with self._reading() as connection:
-            row = connection.execute(_first(COMMANDS.c.model, holds)).one_or_none()
-        return row.model if row else None
+            row = connection.execute(_first((COMMANDS.c.action, COMMANDS.c.model), holds)).one_or_none()
+        return (row.action, row.model) if row else None
 
     def claim_command(self, worker: str, *, holds: Collection[str] = ()) -> Command | None:
         """Take the oldest command that this worker can do: a load, or an unload of a model that it holds."""
         if self.first_command(holds=holds) is None:
             return None
         with self._writing() as connection:
-            first = _first(COMMANDS.c.id, holds).with_for_update(skip_locked=True).scalar_subquery()
+            first = _first((COMMANDS.c.id,), holds).with_for_update(skip_locked=True).scalar_subquery()
             row = connection.execute(
                 sa.update(COMMANDS)
                 .where(COMMANDS.c.id == first, COMMANDS.c.state == State.QUEUED)
@@ -144,10 +144,10 @@ class Registry(Database):
         return _command(row)
 
 
-def _first(column: Any, holds: Collection[str]) -> sa.Select[Any]:
-    """That of the oldest command for a worker that holds these models."""
+def _first(columns: tuple[Any, ...], holds: Collection[str]) -> sa.Select[Any]:
+    """Those of the oldest command for a worker that holds these models."""
     mine = (COMMANDS.c.action == "load") | COMMANDS.c.model.in_(list(holds))
-    return sa.select(column).where(COMMANDS.c.state == State.QUEUED, mine).order_by(COMMANDS.c.id).limit(1)
+    return sa.select(*columns).where(COMMANDS.c.state == State.QUEUED, mine).order_by(COMMANDS.c.id).limit(1)
 
 
 def _command(row: Any) -> Command:
