@@ -379,25 +379,29 @@ class Engine:
         Raises LeverRefused of what was asked for by name."""
         if any(lever in refused and not is_asked_for(lever, plan.request) for lever in plan.levers):
             plan = self._planned_again(plan, rig, refused)
-        while [lever for lever, _, _ in held] != list(plan.levers):
-            while [lever for lever, _, _ in held] != list(plan.levers[: len(held)]):
-                _, stack, _ = held.pop()
-                stack.close()
-            for lever in plan.levers[len(held) :]:
-                self.check_cancelled()
-                tell(lever.name)
-                try:
-                    held.append(_entered(lever, rig))
-                except LeverRefused as refusal:
-                    if is_asked_for(lever, plan.request) or lever in refused:
-                        raise
-                    refused[lever] = str(refusal).removeprefix(f"{lever.name}: ")
-                    break
-                refused.pop(lever, None)
-            else:
-                continue
+        while not self._are_on(plan, rig, held, refused, tell):
             plan = self._planned_again(plan, rig, refused)
         return plan
+
+    def _are_on(
+        self, plan: Plan, rig: Rig, held: list[Held], refused: dict[Lever, str], tell: Callable[[str], None]
+    ) -> bool:
+        """Keep the longest common prefix of levers, enter the rest. False: one of them refused."""
+        while [lever for lever, _, _ in held] != list(plan.levers[: len(held)]):
+            _, stack, _ = held.pop()
+            stack.close()
+        for lever in plan.levers[len(held) :]:
+            self.check_cancelled()
+            tell(lever.name)
+            try:
+                held.append(_entered(lever, rig))
+            except LeverRefused as refusal:
+                if is_asked_for(lever, plan.request) or lever in refused:
+                    raise
+                refused[lever] = str(refusal).removeprefix(f"{lever.name}: ")
+                return False
+            refused.pop(lever, None)
+        return True
 
     def _planned_again(self, plan: Plan, rig: Rig, refused: Mapping[Lever, str]) -> Plan:
         """The same request without what refused: others may be on that it kept off, and the record gives true reasons.
