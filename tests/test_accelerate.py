@@ -6,7 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate.hooks import CpuOffload
+from accelerate.hooks import CpuOffload, add_hook_to_module
+from accelerate.hooks import ModelHook as AccelerateHook
 
 import undercrank
 from undercrank.audit import stalls_and_result
@@ -395,6 +396,20 @@ def test_under_the_users_own_offloading_levers_act_in_every_call_and_its_hooks_s
     assert pipe.transformer.forward is hooked and run.plan.notes == (
         "already on this pipeline, and kept: offloading or a device map",
     )
+
+
+def test_weights_go_home_also_from_under_a_row_of_hooks_and_the_devices_cache_is_emptied_once_a_call() -> None:
+    pipe = tiny_pipeline("wan2.1-1.3b")
+    pipe.set_progress_bar_config(disable=True)
+    pipe.enable_model_cpu_offload(device="cpu")
+    add_hook_to_module(pipe.transformer, AccelerateHook(), append=True)
+    home = CpuOffload.init_hook
+    sent: list[object] = []
+    with undercrank.accelerate(pipe), patch("diffusers.utils.torch_utils.empty_device_cache") as emptied:
+        with patch.object(CpuOffload, "init_hook", lambda hook, module: sent.append(module) or home(hook, module)):
+            for count in (1, 2):
+                film(pipe)
+                assert sent.count(pipe.transformer) == emptied.call_count == count
 
 
 def test_under_group_offloading_of_the_users_own_hooks_that_go_take_no_lever_with_them() -> None:

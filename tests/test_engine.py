@@ -17,7 +17,7 @@ import torch
 
 import undercrank
 from undercrank import engine as engine_module
-from undercrank import families, planner
+from undercrank import families, images, planner
 from undercrank.engine import Engine
 from undercrank.levers import ORDER
 from undercrank.records import (
@@ -265,6 +265,18 @@ def test_what_a_lever_that_refuses_had_kept_off_is_on_and_the_promise_is_of_thos
             reasons = {decision.lever: decision.reason for decision in plan.decisions}
             assert reasons["a"] == "not on this model" and "turn that off" not in reasons["b"]
     assert log[-2:] == ["-c", "-b"] and log.count("A") == 1
+
+
+def test_a_cancel_while_levers_are_entered_is_heard_before_the_next_one(engine, request_, spies):
+    log, _ = spies
+
+    def listener(event):
+        if event.loading is not None and event.loading.state == "engaging":
+            engine.cancel("enough")
+
+    with pytest.raises(Cancelled, match="enough"):
+        engine.prepare(request_, listener=listener)
+    assert log == ["+a", "-a"]
 
 
 def test_what_refused_on_one_model_is_tried_on_the_next(engine, request_, spies, folder, tmp_path):
@@ -744,15 +756,17 @@ def test_a_picture_is_animated_upright_and_cropped(engine, tmp_path):
     assert engine.generate(asked).frames_FHWC.shape == (5, 32, 32, 3)
 
 
-def test_a_model_that_animates_a_picture_is_made_ready_without_one(engine, tmp_path):
+def test_a_model_that_animates_a_picture_is_made_ready_without_one(engine, tmp_path, monkeypatch):
     from PIL import Image
 
     Image.new("RGB", (32, 32), (200, 30, 30)).save(tmp_path / "p.png")
     model = tiny_folder("wan2.1-14b-480p-i2v", tmp_path / "i2v")
     asked = Request(prompt="", model=str(model), seed=1, **ASKED)
-    steps = []
+    steps, pictures, plain = [], [], images.plain
+    monkeypatch.setattr(images, "plain", lambda *size: pictures.append(size) or plain(*size))
     engine.prepare(asked, listener=lambda event: steps.append(event.loading and event.loading.state))
     assert steps[-2:] == ["warming", "ready"]
+    assert pictures == [(32, 32)], "of the clip's size"
     loaded = engine.rig.pipe
     with pytest.raises(BadInput, match="give one with --image"):
         engine.generate(asked)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import run
 from tests.test_ledger import a_row
-from undercrank.explaining import HEADINGS, as_table, find, in_words, select, what_there_is
+from undercrank.explaining import HEADINGS, as_table, find, in_words, none_fit, select
 from undercrank.ledger import append
 from undercrank.records import BadInput, Measurement
 
@@ -51,10 +51,10 @@ def test_rows_are_narrowed(words: dict[str, str], ids: list[str]) -> None:
 
 
 def test_where_no_row_fits_it_is_said_by_what_they_can_be_asked_for() -> None:
-    assert what_there_is(ROWS) == (
-        "there are some of the levers none, step_cache and of the models flipbook, wan2.1-14b; "
-    )
-    assert what_there_is([]) == ""
+    more = "undercrank verify and undercrank bench --keep write some"
+    there_are = "there are some of the levers none, step_cache and of the models flipbook, wan2.1-14b"
+    assert none_fit(ROWS) == f"no such rows: {there_are}; {more}"
+    assert none_fit([]) == f"no such rows: {more}"
 
 
 def test_a_row_is_found_by_its_id_or_how_it_begins() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pytest
 
@@ -96,14 +96,15 @@ class Shift(InForward):
 @dataclass(frozen=True, kw_only=True)
 class Sleepy(InForward):
     name = "sleepy"
+    seconds: ClassVar[float] = 1.0
     by: float = 0.0
 
     @classmethod
     def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
-        return ((("sleepy", "1"),),)
+        return (((cls.name, "1"),),)
 
     def change(self, answer: Any) -> Any:
-        time.sleep(1)
+        time.sleep(self.seconds)
         return answer
 
 
@@ -112,15 +113,7 @@ class Drowsy(Sleepy):
     """A film takes longer than what lies between two cancels."""
 
     name = "drowsy"
-    by: float = 0.0
-
-    @classmethod
-    def grid(cls, steps: int) -> tuple[tuple[tuple[str, str], ...], ...]:
-        return ((("drowsy", "1"),),)
-
-    def change(self, answer: Any) -> Any:
-        time.sleep(0.2)
-        return answer
+    seconds: ClassVar[float] = 0.2
 
 
 Order = Callable[..., None]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -247,3 +248,19 @@ def test_a_subclass_goes_by_the_name_and_module_of_its_class() -> None:
     assert (after.__name__, after.__qualname__, after.__module__) == (
         Before.__name__, Before.__qualname__, Before.__module__
     )  # fmt: skip
+
+
+def test_a_hook_is_gone_with_its_block_and_the_forward_is_what_it_was() -> None:
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Twice(ModelHook):
+        def post_forward(self, module: Any, output: Any) -> Any:
+            return output * 2
+
+    module = torch.nn.Linear(1, 1)
+    registry, stock = HookRegistry.check_if_exists_or_initialize(module), module.forward
+    x = torch.ones(1)
+    with pytest.raises(Boom), undo.hooked(registry, Twice(), "twice"):
+        assert torch.equal(module(x), stock(x) * 2)
+        raise Boom
+    assert registry.hooks == {} and torch.equal(module(x), stock(x))

@@ -594,7 +594,7 @@ def ledger(
     if context.invoked_subcommand is not None:
         return
     from undercrank import screen
-    from undercrank.explaining import HEADINGS, as_table, select, what_there_is
+    from undercrank.explaining import HEADINGS, as_table, none_fit, select
     from undercrank.ledger import read_ledger
 
     every = read_ledger().rows
@@ -604,7 +604,7 @@ def ledger(
     elif rows:
         screen.table(HEADINGS, as_table(rows))
     else:
-        screen.say(f"no such rows: {what_there_is(every)}undercrank verify and undercrank bench --keep write some")
+        screen.say(none_fit(every))
 
 
 @ledger_app.command("show")

@@ -379,11 +379,11 @@ class Engine:
         Raises LeverRefused of what was asked for by name."""
         if any(lever in refused and not is_asked_for(lever, plan.request) for lever in plan.levers):
             plan = self._planned_again(plan, rig, refused)
-        while not self._are_on(plan, rig, held, refused, tell):
+        while not self._enter_all(plan, rig, held, refused, tell):
             plan = self._planned_again(plan, rig, refused)
         return plan
 
-    def _are_on(
+    def _enter_all(
         self, plan: Plan, rig: Rig, held: list[Held], refused: dict[Lever, str], tell: Callable[[str], None]
     ) -> bool:
         """Keep the longest common prefix of levers, enter the rest. False: one of them refused."""
@@ -645,7 +645,8 @@ def _warm_up(rig: Rig, plan: Plan, check_cancelled: Callable[[], None]) -> None:
     """
     picture = _picture(plan.request)
     if picture is None and "image_input" in rig.family.traits:
-        picture = images.plain(plan.request.width or rig.family.width, plan.request.height or rig.family.height)
+        assert plan.request.width and plan.request.height
+        picture = images.plain(plan.request.width, plan.request.height)
     inputs = call_inputs(rig, plan.request, picture)
     seals = any(lever.seals for lever in plan.levers)
     rig.engaged = tuple((lever.name, lever.to_json()) for lever in plan.levers)

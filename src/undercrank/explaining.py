@@ -37,13 +37,12 @@ def select(
     return tuple(row for row in rows if fits(row))
 
 
-def what_there_is(rows: Sequence[Measurement]) -> str:
-    """By what rows can be asked for, in words that go before others; empty where there are none."""
-    if not rows:
-        return ""
-    levers = sorted({row.lever or "none" for row in rows})
-    models = sorted({row.family for row in rows})
-    return f"there are some of the levers {', '.join(levers)} and of the models {', '.join(models)}; "
+def none_fit(rows: Sequence[Measurement]) -> str:
+    """Where no row was found: by what those that there are can be asked for, and how to have more."""
+    levers = ", ".join(sorted({row.lever or "none" for row in rows}))
+    models = ", ".join(sorted({row.family for row in rows}))
+    there_are = f"there are some of the levers {levers} and of the models {models}; " if rows else ""
+    return f"no such rows: {there_are}undercrank verify and undercrank bench --keep write some"
 
 
 def find(rows: Sequence[Measurement], name: str) -> Measurement:

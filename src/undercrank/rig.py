@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from undercrank.records import Cancelled, Family
-from undercrank.undo import appended, swap_attr
+from undercrank.undo import appended, hooked, swap_attr
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 "Components that are called in every step; the second one is the low-noise expert of two-expert models."
@@ -307,10 +307,8 @@ def steadied(module: Any) -> Iterator[None]:
     """On: no hook that will be taken away lies outermost in the module or in its parts. Off: as before."""
     with ExitStack() as stack:
         for registry in registries(module):
-            if registry.get_hook(OUTERMOST) or not any(map(registry.get_hook, FLEETING)):
-                continue
-            registry.register_hook(_Nothing(), OUTERMOST)
-            stack.callback(registry.remove_hook, OUTERMOST, recurse=False)
+            if any(map(registry.get_hook, FLEETING)) and not registry.get_hook(OUTERMOST):
+                stack.enter_context(hooked(registry, _Nothing(), OUTERMOST))
         yield
 
 

@@ -98,6 +98,16 @@ def appended(items: list[Any], value: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def hooked(registry: Any, hook: Any, name: str) -> Iterator[None]:
+    """A hook, outermost in diffusers' registry of a module; gone on leaving."""
+    registry.register_hook(hook, name)
+    try:
+        yield
+    finally:
+        registry.remove_hook(name, recurse=False)
+
+
+@contextmanager
 def kept(obj: Any, *names: str) -> Iterator[None]:
     """What a library's own calls make of these attributes of the instance inside the block is taken back after it."""
     before = {name: obj.__dict__.get(name, _ABSENT) for name in names}

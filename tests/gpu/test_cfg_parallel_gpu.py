@@ -1,11 +1,10 @@
 """On CUDA, both branches on one device: in two streams at once, the same film, and neither thread waits."""
 
-from contextlib import ExitStack
-
 import diffusers
 import pytest
 import torch
 
+from tests.gpu.films import films
 from undercrank.families import family
 from undercrank.levers.cfg_parallel import CfgParallel
 from undercrank.levers.host_sync import HostSync
@@ -13,29 +12,12 @@ from undercrank.levers.step_cache import StepCache
 from undercrank.levers.text_trim import TextTrim
 from undercrank.records import Lever
 from undercrank.rig import Rig
-from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
-from undercrank.trace import Tracer
+from undercrank.testing import differences, fingerprint, tiny_pipeline
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def films(rig: Rig, *levers: Lever) -> list[tuple[torch.Tensor, dict[str, int] | None]]:
-    """Latents of three runs under these levers, and where a host waited in the loop."""
-    found = []
-    with ExitStack() as stack:
-        stack.enter_context(rig.seams())
-        for lever in levers:
-            stack.enter_context(lever.engage(rig))
-        for _ in range(3):
-            inputs = tiny_inputs(rig.pipe, steps=4) | {"output_type": "latent"}
-            tracer = Tracer(rig)
-            with rig.call(), tracer.watching(), torch.no_grad():
-                latents = rig.pipe(**inputs).frames
-            found.append((latents.cpu(), tracer.trace().stall_sites))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -53,10 +35,10 @@ def test_two_streams_make_the_film_of_one_and_no_thread_waits(name: str, levers:
     if hasattr(pipe, "guider"):
         pipe.guider = diffusers.ClassifierFreeGuidance(guidance_scale=6.0)
     rig = Rig(pipe, family(name), "cuda:0")
-    apart = films(rig, *levers, HostSync())
+    apart = films(rig, *levers, HostSync(), count=3)
     before = fingerprint(pipe)
-    at_once = films(rig, CfgParallel(device="cuda:0"), *levers, HostSync())
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(apart, at_once, strict=True))
+    at_once = films(rig, CfgParallel(device="cuda:0"), *levers, HostSync(), count=3)
+    assert all(torch.equal(a.latents, b.latents) for a, b in zip(apart, at_once, strict=True))
     assert rig.counters["cfg_parallel.together"] > 0
-    assert at_once[-1][1] == apart[-1][1] == {}
+    assert at_once[-1].stall_sites == apart[-1].stall_sites == {}
     assert differences(before, fingerprint(pipe)) == []

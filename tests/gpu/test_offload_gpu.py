@@ -1,10 +1,9 @@
 """On a CUDA device, where blocks are sent for by a stream: the same film, and no other lever is lost on the way."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
+from tests.gpu.films import films
 from undercrank.families import family
 from undercrank.levers.compile import Compile
 from undercrank.levers.host_sync import HostSync
@@ -13,7 +12,7 @@ from undercrank.levers.step_cache import StepCache
 from undercrank.levers.text_trim import TextTrim
 from undercrank.records import Lever
 from undercrank.rig import Rig
-from undercrank.testing import differences, fingerprint, tiny_inputs, tiny_pipeline
+from undercrank.testing import differences, fingerprint, tiny_pipeline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,21 +20,6 @@ pytestmark = [
 ]
 
 SKIPPING = StepCache(cache="mask", mask="1101")
-
-
-def films(rig: Rig, *levers: Lever) -> list[tuple[torch.Tensor, dict[str, int]]]:
-    """Latents of two runs under these levers, and what they counted."""
-    found = []
-    with ExitStack() as stack:
-        stack.enter_context(rig.seams())
-        for lever in levers:
-            stack.enter_context(lever.engage(rig))
-        for _ in range(2):
-            inputs = tiny_inputs(rig.pipe, steps=4) | {"output_type": "latent"}
-            with rig.call(), torch.no_grad():
-                latents = rig.pipe(**inputs).frames
-            found.append((latents.cpu(), dict(rig.counters)))
-    return found
 
 
 @pytest.mark.parametrize("mode", ["group", "model"])
@@ -54,11 +38,11 @@ def test_the_film_is_that_of_the_resident_model_and_the_other_levers_act(
     pipe = tiny_pipeline(name).to("cuda")
     pipe.set_progress_bar_config(disable=True)
     rig = Rig(pipe, family(name), "cuda:0")
-    resident = films(rig, *levers)
+    resident = films(rig, *levers, count=2)
     pipe.to("cpu")
     before = fingerprint(pipe)
-    for (there, acted), (here, counted) in zip(films(rig, Offload(mode=mode), *levers), resident, strict=True):
-        assert torch.equal(there, here) and acted == counted
+    for moved, stayed in zip(films(rig, Offload(mode=mode), *levers, count=2), resident, strict=True):
+        assert torch.equal(moved.latents, stayed.latents) and moved.counters == stayed.counters
     assert [each for each in differences(before, fingerprint(pipe)) if " tensor: " not in each] == []  # moved
 
 
@@ -67,8 +51,9 @@ def test_compiled_blocks_of_a_denoiser_that_comes_whole_make_the_film_of_a_resid
     pipe.set_progress_bar_config(disable=True)
     rig = Rig(pipe, family("hunyuanvideo-1.5-480p"), "cuda:0")
     levers = (TextTrim(), Compile(), HostSync())
-    resident = films(rig, *levers)
+    resident = films(rig, *levers, count=2)
     pipe.to("cpu")
-    for (there, acted), (here, _) in zip(films(rig, Offload(mode="model"), *levers), resident, strict=True):
-        assert torch.equal(there, here)
-        assert acted["compile.executed"] == acted["compile.calls"] > 0 and not acted.get("compile.again")
+    for moved, stayed in zip(films(rig, Offload(mode="model"), *levers, count=2), resident, strict=True):
+        assert torch.equal(moved.latents, stayed.latents)
+        seen = moved.counters
+        assert seen["compile.executed"] == seen["compile.calls"] > 0 and not seen.get("compile.again")

@@ -6,8 +6,8 @@ Imported inside host_sync's `engage` only, since it needs torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,9 +54,13 @@ def gated(rig: Rig, watch: Watch) -> Iterator[None]:
     """On: each denoiser and each of its lists of blocks is of a subclass. Off: as they were."""
     with ExitStack() as stack:
         for denoiser in rig.denoisers:
-            is_replica = any(denoiser is replica for replica in rig.replicas)
-            own = Watch(_device_of(denoiser)) if is_replica else watch
-            gate = _Gate(rig, own, denoiser, is_replica)
+            own = watch
+            during: Callable[[], AbstractContextManager[None]] = nullcontext
+            if any(denoiser is replica for replica in rig.replicas):  # called in a thread where the loop's watch is not
+                own = Watch(_device_of(denoiser))
+                during = own.during
+                stack.enter_context(appended(rig.at_end, own.forget))
+            gate = _Gate(rig, own, denoiser, during)
             stack.enter_context(_gate(denoiser, gate))
             stack.enter_context(mochi.knowing(denoiser, gate.known))
             for blocks in () if _is_compiled(denoiser) else _block_lists(denoiser):
@@ -96,10 +100,12 @@ def _twinned(rig: Rig, original: Any, places: tuple[int, ...]) -> Any:
 class _Gate:
     """What one denoiser is given."""
 
-    def __init__(self, rig: Rig, watch: Watch, denoiser: Any, is_replica: bool) -> None:
-        """is_replica: it is called in a thread of its own, where the loop's watch is not."""
+    def __init__(
+        self, rig: Rig, watch: Watch, denoiser: Any, during: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """during: entered around each forward."""
         name = type(denoiser).__name__
-        self.rig, self.watch, self.is_replica = rig, watch, is_replica
+        self.rig, self.watch, self.during = rig, watch, during
         self.reads_masks = name in READERS
         self.knows_constants = name in CONSTANTS
         self.zeros = ZEROS.get(type(rig.pipe).__name__, ())
@@ -115,7 +121,7 @@ class _Gate:
         args, kwargs = _given(args, masks_stay), _given(kwargs, masks_stay)
         if masks_stay:
             kwargs |= {name: self._zeros(name, kwargs[name]) for name in self.zeros if name in kwargs}
-        with self.watch.during() if self.is_replica else nullcontext():
+        with self.during():
             return self._watched(whole, forward, args, kwargs)
 
     def _watched(self, whole: bool, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -142,8 +148,6 @@ class _Gate:
 
     def forget(self, error: BaseException | None) -> None:
         self._made.clear()
-        if self.is_replica:
-            self.watch.mode.forget()
 
 
 def _given(value: Any, masks_stay: bool) -> Any:

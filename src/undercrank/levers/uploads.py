@@ -96,6 +96,10 @@ class Watch:
             self.mode.__exit__(None, None, None)
             self._pushed = False
 
+    def forget(self, error: BaseException | None = None) -> None:
+        """What one generation made is not kept for the next."""
+        self.mode.forget()
+
     def is_here(self) -> bool:
         """Whether the mode is on in this thread, be it beneath another one."""
         depth = torch._C._len_torch_function_stack()
